@@ -91,7 +91,18 @@ def text() -> tuple[nn.Module, StepOptions]:
     return Text(256).bfloat16().train(), StepOptions((ids, targets), {}, (), None, None, None)
 
 
-STEPS = {"convolutional": convolutional, "text": text}
+def scattered() -> tuple[nn.Module, StepOptions]:
+    """Linear layers with 7 MiB of free memory between their weights, too few for the activations of 8 MiB."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024, bias=False), nn.GELU())]
+    model, between = nn.Sequential(*layers).train(), list[Tensor]()
+    for parameter in model.parameters():
+        between.append(torch.empty(7 << 20, dtype=torch.uint8, device="cuda"))
+        parameter.data = parameter.data.cuda()
+    inputs, targets = torch.randn(2048, 1024).cuda(), torch.randn(2048, 1024).cuda()
+    return model, StepOptions((inputs,), {}, (targets,), F.mse_loss, None, None)
+
+
+STEPS = {"convolutional": convolutional, "text": text, "scattered": scattered}
 
 
 def main(name: str, out: str) -> None:
@@ -128,6 +139,7 @@ def main(name: str, out: str) -> None:
     _torch.clear_cublas_workspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    gaps = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     _torch.record_history(stacks=False)
     request_.step(*step.inputs, *step.targets).backward()
     events = _torch.history()
@@ -147,6 +159,7 @@ def main(name: str, out: str) -> None:
         ),
         "predicted": [size for tick, size in sorted(predicted.items()) if size and tick > trace.steps[0]],
         "actual": [_SIGNS[event.action] * event.bytes for event in events if event.action in _SIGNS],
+        "gaps": gaps,
         "reserved": [planned.plan.predicted.peak_reserved, torch.cuda.max_memory_reserved()],
     }
     Path(out).write_text(json.dumps(found), encoding="utf-8")

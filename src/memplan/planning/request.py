@@ -19,7 +19,7 @@ from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.side_effects import is_fake
 from memplan.planning.capture.subclassed import output_kinds
-from memplan.planning.graph.placement import Home, home_of
+from memplan.planning.graph.placement import Home, as_occupied, home_of
 from memplan.planning.graph.precision import UNSCALED
 from memplan.planning.relative_budget import Relative, read_any_budget
 from memplan.planning.settings import Allow, Engine, PlanOptions, Settings
@@ -100,6 +100,8 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     output_kinds(module, call)  # only for its error, if planned results would not equal eager ones
     home = home_of(module, call.tensors)
     _check_compiler(options.engine, home)
+    if not is_fake(built):
+        home = as_occupied(home, module)
     settings = Settings(
         optimizer=optimizer, gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
         costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,

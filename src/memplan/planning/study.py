@@ -110,13 +110,22 @@ class Study:
         self._channels_last_tried = captured.channels_last
         """Whether channels last was tried, or the step is in channels last itself."""
 
+    @property
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """Inputs of the call and constants of its graph, by value."""
+        inputs = (value for value in self.captured.graph.values if value.kind == "input")
+        return {value.id: self.call.tensors[int(value.path)] for value in inputs} | dict(self.captured.constants)
+
     def planned(self, settings: Settings, budget: int) -> Planned:
         """Return the plan for a budget in bytes. Raises BudgetError.
 
         With fused kernels: the plan in the first layout in which it fits.
         """
         if settings.engine == "graph":
-            return _Planning(self, settings, budget).op_by_op()
+            try:
+                return _Planning(self, settings, budget).op_by_op()
+            finally:
+                self.search(settings).forget()
         layouts, errors = self.layouts(settings), list[MemplanError]()
         if settings.plan is not None:
             fingerprint = settings.plan.fingerprint
@@ -171,7 +180,11 @@ class Study:
         For fused kernels, in the first layout.
         """
         if settings.engine == "graph":
-            return self.search(settings).frontier(points)
+            search = self.search(settings)
+            try:
+                return search.frontier(points)
+            finally:
+                search.forget()
         first, *_ = self.layouts(settings)
         return first.step(settings).fusing.frontier(points)
 
@@ -223,7 +236,7 @@ class _Step:
             graph, steady = as_fusible(graph), steady and as_fusible(steady)
         outside_memory = memory_outside_graph(
             study.model, graph, settings.counted_optimizer, settings.gradients, home=settings.home,
-            loss_bytes_ratio=settings.loss_bytes_ratio,
+            loss_bytes_ratio=settings.loss_bytes_ratio, tensors=study.tensors,
         )  # fmt: skip
         return Search(
             graph, outside_memory, gradients=settings.gradients, heuristics=settings.heuristics, steady=steady

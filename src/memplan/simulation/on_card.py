@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memplan.simulation.allocator.allocator import CachingAllocator, OutOfMemory
+from memplan.simulation.allocator.occupied import Begin
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.peaks import Level
 from memplan.simulation.timeline import Pool
@@ -34,6 +35,7 @@ def drive(
     smaller: dict[int, int] | None = None,
     until: int | None = None,
     log: bool = True,
+    begin: Begin | None = None,
 ) -> AllocatorRun:
     """Run the allocations, frees and calls of a trace in a caching allocator.
 
@@ -51,11 +53,13 @@ def drive(
         smaller: gets the bytes of such workspaces by their storages.
         until: the last tick to run; by default all.
         log: whether to keep the allocator's events, which take more memory than all else of a long trace.
+        begin: state of the allocator when the trace begins, without ``capacity``; None: nothing is allocated.
 
     Raises:
         OutOfMemory: more than ``capacity`` bytes were needed.
     """
-    allocator = CachingAllocator(settings, capacity=capacity)
+    allocator = CachingAllocator(settings, capacity=capacity) if begin is None else begin.occupied.allocator(settings)
+    placed, others = ({}, 0) if begin is None else (begin.addresses, begin.others)
     plans = {engine.storage: engine.plans for engine in trace.engines} if capacity is not None else {}
     addresses: dict[int, int] = {}
     levels: list[Level] = []
@@ -67,6 +71,8 @@ def drive(
                 allocator.empty_cache(tick=tick)
             else:
                 allocator.synchronize(tick=tick)
+        elif kind == _ALLOC and subject.id in placed:
+            addresses[subject.id] = placed[subject.id]
         elif kind == _ALLOC:
             size = subject.low if low and subject.low is not None else subject.bytes
             stream = subject.stream + _SEPARATE_STREAM if separate and subject.low is not None else subject.stream
@@ -83,7 +89,7 @@ def drive(
                 for stream in subject.used_on:
                     allocator.record_stream(address, stream)
             allocator.free(address, tick=tick)
-        levels.append((tick, allocator.allocated, allocator.reserved))
+        levels.append((tick, allocator.allocated - others, allocator.reserved - others))
         if not log:
             allocator.log.clear()
     return AllocatorRun(allocator, levels)

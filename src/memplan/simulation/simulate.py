@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from memplan.errors import UsageError
+from memplan.simulation.allocator.occupied import Begin
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.on_card import drive
 from memplan.simulation.peaks import timeline_of
@@ -63,13 +64,19 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
     return timeline_of(trace.device, events, (0, *trace.steps, trace.end))
 
 
-def _on_card(trace: Trace, settings: AllocatorSettings, workspace: Workspace) -> Timeline:
+def simulate_from(trace: Trace, begin: Begin | None, settings: AllocatorSettings) -> Timeline:
+    """Like `simulate`, of a step on a card whose allocator has tensors already. ``begin``: its state; None: it is
+    empty."""
+    return _on_card(trace, settings, "expected", begin)
+
+
+def _on_card(trace: Trace, settings: AllocatorSettings, workspace: Workspace, begin: Begin | None = None) -> Timeline:
     """Return the timeline of a step on a card: of two upper bounds, that which reserves more. Raises UsageError for
     "measured" if a workspace was not measured."""
 
     def run(*, separate: bool) -> Timeline:
         """Return the timeline; ``separate``: whether workspaces get segments of their own, as in `drive`."""
-        allocator, levels = drive(trace, settings, low=workspace == "low", separate=separate)
+        allocator, levels = drive(trace, settings, low=workspace == "low", separate=separate, begin=begin)
         bounds = (0, *trace.steps, trace.end)
         return timeline_of(trace.device, levels, bounds, tuple(allocator.log), allocator.segments())
 

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environment import needs_cuda_torch
@@ -135,12 +136,7 @@ def test_a_planned_step_makes_the_requests_that_are_predicted(
     step: str, kernels: list[str], direct: list[str], tmp_path: Path
 ) -> None:
     """All of them, in their order; at the end torch frees the loss and its gradient, which the caller held."""
-    out = tmp_path / "requests.json"
-    folders = [str(HERE), str(HERE.parents[1])]
-    run_there(
-        f"import sys; sys.path[:0] = {folders!r}\nfrom planned_step import main; main({step!r}, {str(out)!r})", tmp_path
-    )
-    found = json.loads(out.read_text(encoding="utf-8"))
+    found = _planned_there(step, tmp_path)
     assert found["kernels"] == kernels
     assert set(direct) <= set(found["direct"])
     predicted, actual = ([_blocks(request) for request in found[name]] for name in ("predicted", "actual"))
@@ -149,6 +145,23 @@ def test_a_planned_step_makes_the_requests_that_are_predicted(
     assert actual[len(predicted) :] in ([], [-512], [-512, -512])
     planned, reserved = found["reserved"]
     assert reserved == planned
+
+
+@needs_cuda_torch
+def test_a_step_whose_weights_do_not_lie_side_by_side_reserves_what_is_predicted(tmp_path: Path) -> None:
+    found = _planned_there("scattered", tmp_path)
+    planned, reserved = found["reserved"]
+    assert found["gaps"] > 20 << 20
+    assert reserved == planned
+
+
+def _planned_there(step: str, folder: Path) -> dict[str, Any]:
+    """What a planned step predicts and does in a process that sees an emulated card."""
+    out, folders = folder / "requests.json", [str(HERE), str(HERE.parents[1])]
+    run_there(
+        f"import sys; sys.path[:0] = {folders!r}\nfrom planned_step import main; main({step!r}, {str(out)!r})", folder
+    )
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def _blocks(request: int) -> int:

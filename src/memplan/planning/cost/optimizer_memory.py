@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan import _torch
 from memplan.errors import InputError, MemplanError
 from memplan.planning.cost.cuda_workspace import libraries
-from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
@@ -20,7 +21,7 @@ from memplan.planning.ops.eight_bit_moments import EightBitMoments, has_counterp
 from memplan.planning.ops.packed_masters import PackedMasters
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record_for
-from memplan.trace.records import Cause
+from memplan.trace.records import HOST, Cause
 
 Optimizer = Callable[[Any], Any]
 
@@ -46,7 +47,7 @@ class Update:
 
 def memory_outside_graph(
     model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, gradients: GradientUse = STAYS, *,
-    home: Home | None = None, loss_bytes_ratio: Fraction = _NOTHING,
+    home: Home | None = None, loss_bytes_ratio: Fraction = _NOTHING, tensors: Mapping[int, torch.Tensor] | None = None,
 ) -> OutsideMemory:  # fmt: skip
     """Return the memory that a plan cannot change: optimizer state, accumulated gradients, workspaces of libraries.
 
@@ -59,8 +60,10 @@ def memory_outside_graph(
             step begins.
         home: device of the step; None: the CPU.
         loss_bytes_ratio: temporary bytes of a loss outside of the graph, for each byte of the tangents.
+        tensors: inputs of the step and constants of its graph, by value; None: they are not there yet.
     """
     home = home or Home()
+    addresses = _addresses(graph, model, tensors or {}, home)
     loss_bytes = int(loss_bytes_ratio * sum(value.bytes for value in graph.values if value.kind == "tangent"))
     trained = [graph.values[value] for value, _ in graph.gradients]
     trained_names, other_bytes = {value.path for value in trained}, dict[Cause, int]()
@@ -72,7 +75,10 @@ def memory_outside_graph(
     if workspace_by_op:
         other_bytes["workspace"] = sum(workspace_by_op.values())
     if optimizer is None:
-        return OutsideMemory(other_bytes=other_bytes, workspace_by_op=workspace_by_op, loss_bytes=loss_bytes, home=home)
+        return OutsideMemory(
+            other_bytes=other_bytes, workspace_by_op=workspace_by_op, loss_bytes=loss_bytes, home=home,
+            addresses=addresses,
+        )  # fmt: skip
     parameters = [value for value in trained if value.kind == "parameter"]  # the others are inputs
     layouts: list[_TensorLayout] = [(value.shape, value.stride, value.dtype) for value in parameters]
     update = update_of(optimizer, layouts, home)
@@ -93,8 +99,29 @@ def memory_outside_graph(
         # idle parameters are updated only if they have gradients of other micro-batches
         update=(update_with_idle if gradients.adds else update).most,
         update_by_parameter=update_bytes, other_bytes=other_bytes, workspace_by_op=workspace_by_op,
-        loss_bytes=loss_bytes, home=home,
+        loss_bytes=loss_bytes, home=home, addresses=addresses,
     )  # fmt: skip
+
+
+def _addresses(graph: JointGraph, model: nn.Module, tensors: Mapping[int, torch.Tensor], home: Home) -> dict[int, int]:
+    """Return the addresses of the resident values whose tensors begin a block of the card's segments. ``tensors``:
+    inputs and constants, by value."""
+    if home.occupied is None:
+        return {}
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))
+    }  # fmt: skip
+    found, live = dict[int, int](), home.occupied.live
+    for value in graph.values:
+        if value.kind not in RESIDENT or value.is_view or value.place == HOST:
+            continue
+        tensor = named.get(value.path) if value.kind in ("parameter", "buffer") else tensors.get(value.id)
+        if tensor is None or _torch.untraceable_reason(tensor) is not None:
+            continue
+        address = tensor.untyped_storage().data_ptr()
+        if live.get(address, 0) >= value.bytes:  # several can be views of the same memory
+            found[value.id] = address
+    return found
 
 
 def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home | None = None) -> Update:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from memplan import _torch
 from memplan._bytes import round_to_blocks
 from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.devices import Device
 from memplan.errors import DeviceError
-from memplan.simulation.allocator.settings import AllocatorSettings, settings_of_process
+from memplan.simulation.allocator.occupied import Occupied
+from memplan.simulation.allocator.settings import AllocatorSettings, is_native_in_process, settings_of_process
+from memplan.simulation.snapshots.read import read_snapshot
 from memplan.trace.recording.session import Target, own_card
 from memplan.trace.records import HOST
 
@@ -28,6 +32,8 @@ class Home:
     """The CUDA card; None for the CPU."""
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     """Settings of the card's caching allocator."""
+    occupied: Occupied | None = field(default=None, compare=False, repr=False)
+    """What lies in its segments before the step; None: the step's tensors, one behind the other."""
 
     @property
     def type(self) -> str:
@@ -73,6 +79,25 @@ def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
         )
     device = next(iter(first_on), torch.device(HOST))
     return Home() if device.type == HOST else Home(str(device), own_card(device), settings_of_process())
+
+
+def as_occupied(home: Home, step: nn.Module) -> Home:
+    """Return the home of a step whose tensors are on this process's card, with what lies in the card's segments now,
+    but for workspaces of cuBLAS and gradients, which a step allocates anew."""
+    if home.card is None or not is_native_in_process() or torch.cuda.is_current_stream_capturing():
+        return home
+    gc.collect()
+    torch.cuda.synchronize(home.name)
+    _torch.clear_cublas_workspaces()
+    snapshot = read_snapshot({"segments": torch.cuda.memory_snapshot()}, torch.device(home.name).index)
+    gradients = (parameter.grad for parameter in step.parameters())
+    storages = (
+        gradient.untyped_storage()
+        for gradient in gradients
+        if gradient is not None and gradient.layout == torch.strided and _torch.untraceable_reason(gradient) is None
+    )
+    freed = {storage.data_ptr() for storage in storages}
+    return replace(home, occupied=Occupied.of(snapshot.segments, home.allocator, freed))
 
 
 def is_on_card(model: Any) -> bool:

@@ -35,6 +35,8 @@ class OutsideMemory:
     """Bytes of libraries' workspaces in ``other_bytes``, by index of the op whose first run allocates them: where a
     block lies, and so what the allocator reserves, depends on when it is allocated. Counts of live bytes have them from
     the step's begin on."""
+    addresses: Mapping[int, int] = field(default_factory=dict)
+    """Addresses of the resident values that lie in ``home.occupied``, by value."""
 
     @property
     def held_bytes(self) -> int:

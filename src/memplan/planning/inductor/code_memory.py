@@ -6,7 +6,7 @@ kernels have no workspace besides the buffers allocated for them. So fusion is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,10 +19,12 @@ from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor.extern_kernels import kernels_on
 from memplan.planning.inductor.partition import CompiledPasses, Fused
 from memplan.planning.schedule.scheduler import frees_gradient
-from memplan.simulation.simulate import simulate
+from memplan.simulation.allocator.occupied import Begin
+from memplan.simulation.simulate import simulate, simulate_from
 from memplan.simulation.timeline import Timeline
 from memplan.trace.record import record_for
 from memplan.trace.records import HOST
+from memplan.trace.trace import Trace
 
 
 def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> Timeline:
@@ -41,7 +43,24 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
                 expected="code as torch 2.11 to 2.15 write it",
                 do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
             ) from error
-    return simulate(trace, settings=home.allocator_conf)
+    if home.card is None:
+        return simulate(trace)
+    return simulate_from(trace, _begin(trace, step.resident, outside_memory), home.allocator)
+
+
+def _begin(trace: Trace, resident: Sequence[Value], outside_memory: OutsideMemory) -> Begin | None:
+    """Return the state of the card's allocator before a recorded step; None if it is empty. ``resident``: the values
+    whose tensors the step's build allocates first, in order."""
+    if outside_memory.home.occupied is None:
+        return None
+    storages = sorted(trace.counted, key=lambda storage: storage.born)
+    on_card = (value for value in resident if value.place != HOST)
+    addresses = {
+        storage.id: outside_memory.addresses[value.id]
+        for value, storage in zip(on_card, storages, strict=False)
+        if value.id in outside_memory.addresses and storage.bytes == value.bytes
+    }
+    return Begin(outside_memory.home.occupied, addresses)
 
 
 class _Step:
@@ -53,6 +72,8 @@ class _Step:
         self.passes = CompiledPasses(
             fused, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text)
         )
+        self.resident = [value for value in self.graph.values if value.kind in RESIDENT and not value.is_view]
+        """Parameters, buffers, inputs and constants that own their memory."""
         self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
         """Gradients of the step's outputs."""
         self.outside_tensors: list[Tensor] = []
@@ -66,7 +87,7 @@ class _Step:
         That is parameters, inputs and what the graph does not contain: optimizer state and accumulated gradients.
         """
         resident = [value for value in self.graph.values if value.kind in RESIDENT]
-        bases = {value.id: _empty(value) for value in resident if not value.is_view}
+        bases = {value.id: _empty(value) for value in self.resident}
         self.inputs = [
             bases[value.base].as_strided(value.shape, value.stride) if value.is_view else bases[value.base]
             for value in resident

@@ -11,8 +11,8 @@ from memplan.planning.graph.op_schema import short
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.registry import UPDATE_EARLY
 from memplan.planning.schedule.scheduler import Schedule
-from memplan.planning.schedule.to_trace import trace_of
-from memplan.simulation.simulate import live_at, simulate
+from memplan.planning.schedule.to_trace import timeline_of, trace_of
+from memplan.simulation.simulate import live_at
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Cause, Op, Storage
 from memplan.trace.trace import Trace
@@ -57,7 +57,7 @@ def budget_error(
     search reached; ``predicted`` the timeline of a step of fused kernels, whose memory differs from that of the single
     ops."""
     trace = trace_of(smallest_peak, outside_memory)
-    timeline = simulate(trace, settings=outside_memory.home.allocator_conf)
+    timeline = timeline_of(smallest_peak, outside_memory)
     smallest_budget = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
     storages = tuple(_peak_storage(trace, storage) for storage in live)

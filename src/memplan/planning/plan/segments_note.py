@@ -32,7 +32,7 @@ def segments_note(schedule: Schedule, outside_memory: OutsideMemory) -> Iterator
         return
     home = outside_memory.home
     expandable = home.allocator.expandable_segments
-    other = replace(home, allocator=replace(home.allocator, expandable_segments=not expandable))
+    other = replace(home, allocator=replace(home.allocator, expandable_segments=not expandable), occupied=None)
     reserved = reserved_bytes(schedule, outside_memory)
     reserved_by_other = reserved_bytes(schedule, replace(outside_memory, home=other))
     if reserved_by_other > (1 - WORTH_SAYING) * reserved:

@@ -15,7 +15,8 @@ from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.byte_levels import ActionBytes
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.simulation.allocator.allocator import CachingAllocator
-from memplan.simulation.simulate import simulate
+from memplan.simulation.allocator.occupied import Begin
+from memplan.simulation.simulate import simulate, simulate_from
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Cause, Op, Operand, Phase, Storage
 from memplan.trace.semantics.cuda.results import ORDER as RESULT_ORDER
@@ -31,9 +32,15 @@ _CAUSES: dict[Kind, Cause] = {
 
 
 def timeline_of(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> Timeline:
-    """Simulate a planned step: its bytes over time."""
-    settings = None if outside_memory is None else outside_memory.home.allocator_conf
-    return simulate(trace_of(schedule, outside_memory), settings=settings)
+    """Simulate a planned step: its bytes over time. On a card, from the segments in which its tensors lie already."""
+    outside_memory = outside_memory or OutsideMemory()
+    tracer, home = _Tracer(schedule, outside_memory), outside_memory.home
+    trace = tracer.trace()
+    if home.card is None:
+        return simulate(trace)
+    occupied = home.occupied
+    begin = None if occupied is None else Begin(occupied, tracer.addresses_of_storages)
+    return simulate_from(trace, begin, home.allocator)
 
 
 def trace_of(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> Trace:
@@ -46,7 +53,7 @@ def reserved_bytes(schedule: Schedule, outside_memory: OutsideMemory) -> int:
     `timeline_of`, in half the time, as nothing else is recorded."""
     allocations = _Allocations(schedule, outside_memory)
     allocations.run()
-    return allocations.allocator.reserved
+    return allocations.allocator.reserved - allocations.others
 
 
 @dataclass
@@ -96,6 +103,8 @@ class _Tracer:
         self.ops: list[Op] = []
         self.traced_op_of: dict[int, int] = {}
         """Index in the trace of the first run of an op, by op of the graph."""
+        self.addresses_of_storages: dict[int, int] = {}
+        """Addresses of the storages that lie in the card's segments before the step, by their index in ``entries``."""
 
     def run(self) -> int:
         """Run all actions, and return the tick at which the step begins."""
@@ -130,9 +139,7 @@ class _Tracer:
         """Allocate the storages that exist during the whole step: inputs, weights, and memory outside of the graph."""
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
-                self.entry_of[value.id] = self._allocate(
-                    value.bytes, _CAUSES[value.kind], value=value, op=None, name=value.path
-                )
+                self.entry_of[value.id] = self._allocate_before(value)
         if self.schedule.choices.gradients.adds:
             for of, _ in self.graph.gradients:
                 value = self.graph.values[of]
@@ -144,6 +151,15 @@ class _Tracer:
                 self._allocate(size - allocated_by_ops, cause, value=None, op=None, name="")
 
     # -- storages
+
+    def _allocate_before(self, value: Value) -> int:
+        """Allocate the storage of a resident value, where it lies in the card's segments already or anew, and return
+        its index in ``entries``."""
+        storage = self._allocate(value.bytes, _CAUSES[value.kind], value=value, op=None, name=value.path)
+        address = self.outside_memory.addresses.get(value.id)
+        if address is not None:
+            self.addresses_of_storages[storage] = address
+        return storage
 
     def _allocate(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
         """Allocate a storage and return its index in ``entries``. ``op``: in the trace; None if resident."""
@@ -320,13 +336,24 @@ class _Allocations(_Tracer):
 
     def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
         super().__init__(schedule, outside_memory)
-        self.allocator = CachingAllocator(outside_memory.home.allocator)
+        home, addresses = outside_memory.home, dict(outside_memory.addresses)
+        occupied = home.occupied
+        self.allocator = CachingAllocator(home.allocator) if occupied is None else occupied.allocator(home.allocator)
+        self.others = 0 if occupied is None else Begin(occupied, addresses).others
+        """Bytes of the allocator's blocks that are not the step's."""
         self.addresses: list[int] = []
         """By storage, in the order of their allocation; 0 for storages without bytes."""
 
     def _allocate(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
         self.addresses.append(self.allocator.malloc(size))
         self.allocator.log.clear()
+        return len(self.addresses) - 1
+
+    def _allocate_before(self, value: Value) -> int:
+        address = self.outside_memory.addresses.get(value.id)
+        if address is None or self.outside_memory.home.occupied is None:
+            return self._allocate(value.bytes, _CAUSES[value.kind], value=value, op=None)
+        self.addresses.append(address)
         return len(self.addresses) - 1
 
     def _release(self, entry: int) -> None:

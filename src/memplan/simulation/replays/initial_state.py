@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from memplan.simulation.allocator.allocator import CachingAllocator
-from memplan.simulation.allocator.device_memory import ascending_addresses
-from memplan.simulation.allocator.expandable_segments import UNKNOWN_CARD
+from memplan.simulation.allocator.occupied import restored
 from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALL_SEGMENT, block_size
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.snapshots.read import Entry, Snapshot
@@ -47,12 +46,7 @@ class Start:
     ) -> CachingAllocator:
         """Return a caching allocator in this state, with an empty log."""
         segments = (*self.segments, *self.below)
-        if place is None:  # above all segments, and above the addresses reserved for expandable ones
-            end = max((segment.address + segment.size for segment in segments), default=0)
-            expandable = any(segment.expandable for segment in segments)
-            place = ascending_addresses(end + (2 * (capacity or UNKNOWN_CARD) if expandable else 0))
-        allocator = CachingAllocator(settings, capacity=capacity, place=place)
-        allocator.restore(segments)
+        allocator = restored(segments, settings, capacity=capacity, place=place)
         for segment in self.below:
             allocator.unmap(segment.address, segment.size)
         allocator.log.clear()

@@ -188,7 +188,7 @@ class Plans:
             return None
         outside = memory_outside_graph(
             self._module, graph, settings.counted_optimizer, gradients, home=settings.home,
-            loss_bytes_ratio=settings.loss_bytes_ratio,
+            loss_bytes_ratio=settings.loss_bytes_ratio, tensors=captured.constants,
         )  # fmt: skip
         fewest = with_fewest_pieces(schedule(graph, choices), lambda candidate: fits(candidate, outside, self._budget))
         return self._if_within_budget(captured, fewest.choices, outside)

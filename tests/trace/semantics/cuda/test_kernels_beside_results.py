@@ -95,6 +95,8 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "windows": ((1000, 64), lambda x: x.unfold(0, 10, 3), 67_630_080),
     "histogram": (LINE, alone(lambda x: x.histc(10)), 67_350_528),
     "margins": (ROWS, lambda x: F.soft_margin_loss(x, ones(*ROWS)), 68_389_888),
+    "squares": (ROWS, alone(lambda x: F.mse_loss(x, ones(*ROWS))), 68_132_864),
+    "margins alone": (ROWS, alone(lambda x: F.soft_margin_loss(x, ones(*ROWS))), 67_877_376),
     "samples of an image": ((4, 8, 64, 64), lambda x: sampled(x, corners=True), 68_944_896),
     "not by cuDNN": ((4, 8, 64, 64), lambda x: sampled(x, corners=False), 68_420_608),
     "groups of single elements": ((64, 128), lambda x: F.group_norm(x, 4, ones(128)), 67_278_336),

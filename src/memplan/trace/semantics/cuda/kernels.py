@@ -18,6 +18,7 @@ from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import AllocationBytes, Allocations, Formula, nonzero
 from memplan.trace.semantics.cuda.norms import copies_of
 from memplan.trace.semantics.cuda.reductions import FORMULAS as REDUCTIONS
+from memplan.trace.semantics.cuda.reductions import staging_buffer
 from memplan.trace.semantics.kinds import Arguments, Keywords, Temporary
 from memplan.trace.semantics.layout import bytes_of, copy_bytes, suggests_channels_last
 
@@ -51,23 +52,33 @@ def _reduction(args: Arguments, kwargs: Keywords, position: int) -> int:
 
 
 def reduced_loss(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-    """Temporaries (Loss.cpp, mse_loss, smooth_l1_loss, huber_loss): the unreduced loss, if it is then reduced.
+    """Temporaries (Loss.cpp, mse_loss, smooth_l1_loss, huber_loss): the unreduced loss, if it is then reduced, and the
+    staging buffer of that.
 
     In mse_loss and smooth_l1_loss, the reduced result has the storage of another unreduced loss.
     """
     if _reduction(args, kwargs, position=2) == _NO_REDUCTION:
         return ()
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    return nonzero(shape.numel() * result.element_size())
+    unreduced = args[0] if args[0].shape == shape else args[0].new_empty(shape)
+    return (*nonzero(shape.numel() * result.element_size()), *_staging(unreduced, result, arch))
+
+
+def _staging(unreduced: torch.Tensor, result: torch.Tensor, arch: Arch) -> AllocationBytes:
+    """Bytes of the staging buffer with which a loss is reduced to a single element. ``unreduced``: a tensor of the
+    unreduced loss's shape and layout."""
+    return staging_buffer(unreduced, [], max(4, result.element_size()), arch)
 
 
 def soft_margin(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (Loss.cpp, soft_margin_loss_out): the reduced loss, a single element, which is then copied into the
-    result.
+    result, and the staging buffer of the reduction.
 
     The result's storage is that of the unreduced loss.
     """
-    return () if _reduction(args, kwargs, position=2) == _NO_REDUCTION else (result.element_size(),)
+    if _reduction(args, kwargs, position=2) == _NO_REDUCTION:
+        return ()
+    return (result.element_size(), *_staging(args[0], result, arch))
 
 
 def soft_margin_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
