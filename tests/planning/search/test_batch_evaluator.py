@@ -15,7 +15,10 @@ from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.search import batch_evaluator
 from memplan.planning.search.batch_evaluator import Evaluator
+from memplan.planning.search.batch_levels import Batch
+from memplan.planning.search.candidates import Evaluated
 
 
 def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, held: bool) -> bool:
@@ -71,3 +74,31 @@ def test_random_graphs() -> None:
 @pytest.mark.parametrize("make", [residual, transformer, unet])
 def test_networks(make: Callable[[], JointGraph], early: bool) -> None:
     assert agrees(make(), random.Random(1), 6, early=early, held=False)
+
+
+def test_latest_results_serve_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, draw = transformer(), np.random.default_rng(0)
+    evaluator, ran = Evaluator(graph), list[int]()
+    first, second = (draw.random((evaluator.rows, 20)) < share for share in (0.2, 0.6))
+    run = Batch.run
+    monkeypatch.setattr(Batch, "run", lambda batch: ran.append(batch.count) or run(batch))
+    for columns, budget, squared in [(first, 2000, 0), (second, 2000, 0), (first, 1 << 40, 0), (first, 500, 2)]:
+        found, expected = evaluator.evaluate(columns, budget, squared=squared), Evaluator(graph)
+        anew = expected.evaluate(columns, budget, squared=squared)
+        assert all(np.array_equal(getattr(found, name), getattr(anew, name)) for name in Evaluated.__slots__)
+    assert len(ran) == 2 + 4  # the other evaluator is new for each budget
+    evaluator.forget()
+    evaluator.evaluate(first)
+    assert len(ran) == 7
+
+
+def test_latest_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, draw = Evaluator(transformer()), np.random.default_rng(0)
+    columns = [draw.random((evaluator.rows, 20)) < 0.5 for _ in range(3)]
+    evaluator.evaluate(columns[0])
+    (size,) = (result.nbytes for result in evaluator._latest.values())
+    monkeypatch.setattr(batch_evaluator, "LATEST_BYTES", 2 * size)
+    for other in columns[1:]:
+        evaluator.evaluate(other)
+        assert sum(result.nbytes for result in evaluator._latest.values()) <= 2 * size
+    assert len(evaluator._latest) == 2
