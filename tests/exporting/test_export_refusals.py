@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +169,37 @@ def test_the_other_way_is_proven(op: str, tmp_path: Path) -> None:
 def test_a_loss_is_named_with_another_one(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match=r"multi_margin_loss_backward.*F.cross_entropy"):
         exported(nn.Linear(4, 3), tmp_path, "2x4", F.multi_margin_loss)
+
+
+def test_a_step_that_diverges_in_pytorch_is_named_with_its_rate(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, y, lr = nn.Linear(4, 2), torch.randn(3, 4), torch.randn(3, 2), 1e6
+    step = {"targets": y, "loss": F.mse_loss, "optimizer": f"sgd:lr={lr}", "folder": tmp_path, "name": "net"}
+    with pytest.raises(InputError, match="diverges in PyTorch itself") as caught:
+        memplan.export(model, x, **step)
+    said = re.search(r"the loss is (inf|nan) after update (\d+), at learning rate 1e\+06", str(caught.value))
+    assert said is not None
+    trained, rolled, losses = nn.Linear(4, 2), (x, y), list[float]()
+    trained.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(trained.parameters(), lr=lr)
+    for k in range(20):
+        rolled = tuple(tensor.reshape(-1).roll(-7 * k).reshape(tensor.shape) for tensor in (x, y))
+        optimizer.zero_grad()
+        loss = F.mse_loss(trained(rolled[0]), rolled[1])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert next(k for k, loss in enumerate(losses) if not math.isfinite(loss)) == int(said[2])
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_a_loss_that_is_not_finite_at_the_start_is_told_from_divergence(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    with pytest.raises(InputError, match="the loss is nan in PyTorch itself, before any update"):
+        memplan.export(
+            model, torch.randn(3, 4), targets=torch.zeros(3, 2), optimizer="sgd:lr=0.1", folder=tmp_path, name="net",
+            loss=lambda output, target: ((output - output - 1).log() - target).mean(),
+        )  # fmt: skip
 
 
 def test_a_batch_norm_without_momentum_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from memplan import _torch
+from memplan.errors import InputError
 from memplan.exporting.frozen_int8 import Int8Pass, Int8Step
 from memplan.exporting.int8_training import Int8Trained, Int8Updates, report
 from memplan.exporting.kernels.kernel_calls import threshold
@@ -70,9 +71,14 @@ def int8_losses(
 def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen: Int8Step | None = None) -> Recorded:
     """Run training steps of copies of the model in PyTorch, as the C test repeats them. Returns inputs, float64
     results, and bounds of the error that float32 may have: they come from runs in float32 and with slightly changed
-    weights. Of a frozen part in eight bits, PyTorch's ops read the results in place of their own."""
+    weights. Of a frozen part in eight bits, PyTorch's ops read the results in place of their own.
+
+    Raises:
+        InputError: the steps diverge in PyTorch.
+    """
     double = _run(request, layout, steps, torch.float64, frozen)
     others = [_run(request, layout, steps, torch.float32, frozen, seed) for seed in (0, 1, 2)]
+    _check_finite((double, *others), layout)
     loss_errors = [np.abs(other.losses - double.losses) for other in others]
     loss_bounds = FAIR * np.maximum.reduce(loss_errors) + ROUNDING * np.maximum(np.abs(double.losses), 1.0)
     tensors = layout.memory.weights
@@ -98,6 +104,27 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
         weights=weights,
         weight_bounds=np.concatenate(weight_bounds),
     )
+
+
+def _check_finite(runs: Sequence[_Run], layout: StepLayout) -> None:
+    """Raise InputError where losses, or the weights after the last step, are not finite in one of the runs."""
+    accumulate = layout.rules.gradients.accumulate
+    for run in runs:
+        updates = (np.append(~np.isfinite(run.losses), True).argmax()) // accumulate
+        loss = next((loss for loss in run.losses if not np.isfinite(loss)), None)
+        if loss is None and all(np.isfinite(weights).all() for weights in run.weights.values()):
+            continue
+        if updates == 0:
+            raise InputError(
+                f"the loss is {loss} in PyTorch itself, before any update", expected="a finite loss",
+                do="Look at the inputs and at the loss, as for a logarithm or a division",
+            )  # fmt: skip
+        rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(options["lr"] for options in layout.rules.options))
+        what = "weights are not finite" if loss is None else f"the loss is {loss}"
+        raise InputError(
+            f"the step diverges in PyTorch itself: {what} after update {updates}, at learning rate {rates}, and the C "
+            "code does the same", expected=f"{len(run.losses)} steps with a finite loss", do="Give a smaller lr",
+        )  # fmt: skip
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

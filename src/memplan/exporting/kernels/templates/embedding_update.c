@@ -1,11 +1,21 @@
 /* The gradient of an embedding's table, each element of which is handed on once it is complete: that of a row is the sum
-   over the places that read the row, in their order. With ALL_ROWS these are all rows, else those that are read: the sum
-   is made at the first place of a row. */
+   over the places that read the row, in their order. Without ALL_ROWS the others are left out. With it, 256 rows at a time
+   are looked for among the places; those that none reads get zeros. */
 static void KERNEL(TARGET, const float *g, const INDEX *rows, int n, int size, int count, int ignored)
 {
+    uint32_t read[8] = {0};
     for (int place = 0; place < (ALL_ROWS ? count : n); place++) {
         const int entry = ALL_ROWS ? place : (int)rows[place];
-        int first = entry == ignored ? n : 0;
+        for (int k = 0; k < 8 && ALL_ROWS && place % 256 == 0; k++)
+            read[k] = 0;
+        for (int k = 0; k < n && ALL_ROWS && place % 256 == 0; k++) {
+            const int row = (int)rows[k];
+            if (row != ignored && row >= place && row - place < 256)
+                read[(row - place) / 32] |= (uint32_t)1 << (row - place) % 32;
+        }
+        int first = !ALL_ROWS && entry != ignored ? 0 : n;
+        if (ALL_ROWS && read[place % 256 / 32] >> place % 32 & 1)
+            first = 0;
         while (first < n && (int)rows[first] != entry)
             first++;
         if (!ALL_ROWS && (first != place || entry < 0 || entry >= count))
