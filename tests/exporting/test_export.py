@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, weight_decay=0.1, maximize=True),
     "rmsprop, momentum": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.8),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1, weight_decay=0.01),
     "adamw, two groups": lambda p: torch.optim.AdamW(
         [{"params": list(p)[:2], "lr": 0.02}, {"params": list(p)[2:], "betas": (0.8, 0.99)}], weight_decay=0.1
     ),
@@ -110,12 +111,12 @@ def test_a_step_in_its_smallest_budget_is_proven(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["adam", *slow(*sorted(set(OPTIMIZERS) - {"adam"}))])
+@pytest.mark.parametrize("name", ["adagrad", "adam", *slow(*sorted(set(OPTIMIZERS) - {"adagrad", "adam"}))])
 def test_optimizers_do_as_torch_does(name: str, tmp_path: Path) -> None:
     done = network("mlp", tmp_path, optimizer=OPTIMIZERS[name])
     assert done.verdict.proven
     assert done.state == 4 * (
-        done.trained * (2 if name in ("momentum", "nesterov", "rmsprop") else 3) + 3 + _numbers(name)
+        done.trained * (2 if name in ("momentum", "nesterov", "rmsprop", "adagrad") else 3) + 3 + _numbers(name)
     )
 
 
@@ -232,8 +233,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     broken.head.weight.data[0, 0] = float("nan")
     with pytest.raises(InputError, match=r"head.weight has elements that are not finite"):
         memplan.export(broken, "2x4", folder=tmp_path / "a", **STEP)
-    with pytest.raises(InputError, match="Adagrad"):
-        everything(tmp_path / "a", optimizer=torch.optim.Adagrad)
+    with pytest.raises(InputError, match="Adadelta"):
+        everything(tmp_path / "a", optimizer=torch.optim.Adadelta)
+    with pytest.raises(InputError, match=r"initial_accumulator_value=0\.1"):
+        everything(tmp_path / "a", optimizer=lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1))
     with pytest.raises(InputError, match="float64"):
         memplan.export(Everything().double(), "2x2x8x8:float64", folder=tmp_path / "a", **STEP)
     with pytest.raises(UsageError, match="No optimizer"):

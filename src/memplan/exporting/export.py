@@ -113,7 +113,7 @@ def export(
     Args:
         model: a module with parameters in float32, or a callable that returns one.
         inputs, targets, loss: as for `memplan.explain`. The exported step has their shapes.
-        optimizer: SGD, Adam, AdamW or RMSprop of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
+        optimizer: SGD, Adam, AdamW, RMSprop or Adagrad of torch: a name ("sgd:lr=0.1") or a callable of parameters.
         accumulate: calls of the C step whose gradients are summed for one update, as `backward()` does. For their mean,
             divide the loss by it.
         clip_norm, clip_value: bounds of the gradients before an update, as for `torch.nn.utils.clip_grad_norm_` and
@@ -181,7 +181,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     if step.optimizer is None:
         raise UsageError(
             "No optimizer",
-            expected="SGD, Adam, AdamW or RMSprop: the step updates weights",
+            expected="SGD, Adam, AdamW, RMSprop or Adagrad: the step updates weights",
             do="Give optimizer='sgd' (--optimizer sgd)",
         )
     copied = device_copy(model)

@@ -1,4 +1,4 @@
-"""Translate an optimizer of torch (SGD, Adam, AdamW, RMSprop) to the C functions that update each parameter."""
+"""Translate an optimizer of torch (SGD, Adam, AdamW, RMSprop, Adagrad) to C functions that update each parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from memplan.exporting.kernels.call_writer import number
 from memplan.planning.levers.lever import GradientUse
 
 KINDS: Mapping[type, str] = {
-    torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam", torch.optim.RMSprop: "rmsprop"
+    torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam", torch.optim.RMSprop: "rmsprop",
+    torch.optim.Adagrad: "adagrad",
 }  # fmt: skip
 
 
@@ -24,6 +25,7 @@ ARRAYS: Mapping[str, Mapping[str, str]] = {
     "sgd": {"momentum": "momentum_buffer"},
     "adam": {"momentum": "exp_avg", "squares": "exp_avg_sq", "maxima": "max_exp_avg_sq"},
     "rmsprop": {"momentum": "momentum_buffer", "squares": "square_avg"},
+    "adagrad": {"squares": "sum"},
 }
 """By kind of optimizer: its arrays in the device's state, and their names in PyTorch."""
 
@@ -31,7 +33,8 @@ ARRAYS: Mapping[str, Mapping[str, str]] = {
 def arrays_of(kind: str, group: Mapping[str, Any]) -> list[str]:
     """Return the names in the device's state of the arrays that a parameter group of an optimizer has."""
     used = {
-        "momentum": kind == "adam" or group["momentum"] != 0, "squares": True, "maxima": group.get("amsgrad", False)
+        "momentum": kind == "adam" or group.get("momentum", 0) != 0, "squares": True,
+        "maxima": group.get("amsgrad", False),
     }  # fmt: skip
     return [name for name in ARRAYS[kind] if used[name]]
 
@@ -130,8 +133,8 @@ class UpdateRules:
     def of_zeros(self, path: str) -> bool:
         """Return whether an update by a gradient of zeros changes the parameter of this name or its moments."""
         options = self.options[self.group_of[path]]
-        plain = isinstance(self.kind, type) and KINDS[self.kind] == "sgd"
-        return not plain or options["momentum"] != 0 or options["weight_decay"] != 0
+        plain = isinstance(self.kind, type) and KINDS[self.kind] in ("sgd", "adagrad")
+        return not plain or options.get("momentum", 0) != 0 or options["weight_decay"] != 0
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a copy of the model in PyTorch."""
@@ -169,7 +172,7 @@ def update_rules(
     if kind is None:
         raise InputError(
             f"the optimizer {type(instance).__name__}",
-            expected="SGD (with momentum or not), Adam, AdamW or RMSprop",
+            expected="SGD (with momentum or not), Adam, AdamW, RMSprop or Adagrad",
             do="Choose one of these for the device",
         )
     named_in_both = [(name, parameter) for one in (original, model) for name, parameter in one.named_parameters()]
@@ -180,7 +183,8 @@ def update_rules(
     for at, group in enumerate(instance.param_groups):
         shared = _shared(group, f" * s->rates[{at}]" if several else "", gradients.clip_value)
         decoupled = group.get("decoupled_weight_decay", isinstance(instance, torch.optim.AdamW))
-        rule = {"sgd": _sgd, "rmsprop": _rmsprop, "adam": partial(_adam, at=at, decoupled=decoupled)}[kind](group)
+        adam = partial(_adam, at=at, decoupled=decoupled)
+        rule = {"sgd": _sgd, "rmsprop": _rmsprop, "adagrad": _adagrad, "adam": adam}[kind](group)
         groups.append(replace(rule, defines={**shared, **rule.defines}))
         group_of |= {names[id(parameter)]: at for parameter in group["params"] if id(parameter) in names}
     used = {name for group in instance.param_groups for name in arrays_of(kind, group)}
@@ -216,6 +220,15 @@ def _rmsprop(group: Mapping[str, Any]) -> UpdateRule:
         "ALPHA": number(group["alpha"]), "REST": number(1 - group["alpha"]), "EPSILON": number(group["eps"]),
     }  # fmt: skip
     return UpdateRule("update_rmsprop", defines)
+
+
+def _adagrad(group: Mapping[str, Any]) -> UpdateRule:
+    """Return the rule of a group of Adagrad."""
+    if group["initial_accumulator_value"]:
+        found, expected = f"initial_accumulator_value={group['initial_accumulator_value']}", "Adagrad that starts at 0"
+        raise InputError(found, expected=expected, do="Leave it out")
+    falling = f" / (1 + {number(group['lr_decay'])} * (float)(s->step - 1))" if group["lr_decay"] else ""
+    return UpdateRule("update_adagrad", {"EPSILON": number(group["eps"]), "FALLING": falling})
 
 
 def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:

@@ -266,7 +266,7 @@ def _optimizer_state(
         moments: dict[str, Any] = {key: _tensor(saved.arrays[key][position], tensor) for key in used}
         if kind != "sgd":
             moments["step"] = torch.tensor(float(saved.step))
-        states[index] = moments if saved.step else {}
+        states[index] = moments if saved.step or kind == "adagrad" else {}  # Adagrad's exist before its first step
     return {**result, "state": states}
 
 

@@ -116,6 +116,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
 }
 
 
@@ -221,7 +222,7 @@ def step_of(model: Net, step: int) -> torch.Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["adamw", *slow("sgd", "momentum", "adam", "rmsprop")])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", *slow("sgd", "momentum", "adam", "rmsprop")])
 def test_training_goes_on_in_pytorch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)
     built(tmp_path, OPTIMIZERS[name])
