@@ -42,7 +42,7 @@ static void KERNEL(float *y, const INPUT *x CONSTANTS, const WEIGHT *w SCALES, c
                     kx = 0, ky++;
                 if (above * c->phases_h != down || before_first * c->phases_w != along)
                     continue;
-                int at[WIDE], reached = straight;
+                int at[WIDE] = {0}, reached = straight;
                 at[0] = height * c->width + start;
                 if (together && !within)
                     continue;
