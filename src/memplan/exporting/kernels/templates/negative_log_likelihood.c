@@ -1,7 +1,7 @@
-/* Loss of log-probabilities [outer][classes][inner]: of each (reduction 0), the mean (1), or the sum (2) of the classes'
+/* Loss of log-probabilities [outer][classes][inner]: of each (reduced 0), the mean (1), or the sum (2) of the classes'
    that count; NAN where a class is out of range. */
 static void KERNEL(float *loss, float *total, const float *x, const INDEX *y, const float *weight, int ignored,
-                   int reduction, int outer, int classes, int inner)
+                   int reduced, int outer, int classes, int inner)
 {
     float sum = 0, count = 0;
     for (int k = 0; k < outer * inner; k++) {
@@ -14,12 +14,12 @@ static void KERNEL(float *loss, float *total, const float *x, const INDEX *y, co
             one = -share * x[(k / inner * classes + label) * inner + k % inner];
             count += share;
         }
-        if (reduction == 0)
+        if (reduced == 0)
             loss[k] = one;
         sum += one;
     }
-    if (reduction)
-        *loss = reduction == 1 ? sum / count : sum;
+    if (reduced)
+        *loss = reduced == 1 ? sum / count : sum;
     if (total)
         *total = count;
 }
