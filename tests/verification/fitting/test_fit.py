@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,15 @@ from truth.cpu_allocator import allocations, peak_of
 from truth.module_state import everything
 from verification.fitting.quick import fit, plan
 
-from memplan.errors import BudgetError, DeviceError, InputError, UnitError, UsageError, VerificationError
+from memplan.errors import (
+    BudgetError,
+    DeviceError,
+    InputError,
+    RecordingError,
+    UnitError,
+    UsageError,
+    VerificationError,
+)
 from memplan.verification.fitting import fit as fit_module
 from memplan.verification.fitting import prover
 from memplan.verification.fitting.fit import Fitted
@@ -481,6 +490,39 @@ def test_bad_usage_changes_nothing(options: dict[str, Any], error: type[Exceptio
     with pytest.raises(error, match=said):
         fit(model, x, **options)
     assert everything(model, x) == before
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (F.cross_entropy, torch.zeros(7, dtype=torch.int64)),
+        (nn.MSELoss(), torch.zeros(16, 5)),
+        (F.l1_loss, torch.zeros(3, 4)),
+    ],
+)
+def test_an_error_of_the_step_itself_comes_as_it_is(loss: Any, targets: torch.Tensor) -> None:
+    """Targets of another shape: the exception is that of the step without memplan, and nothing is changed."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), torch.randn(16, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of the shapes, too
+        with pytest.raises((ValueError, RuntimeError)) as expected:
+            loss(model(x), targets)
+        before = everything(model, x)
+        with pytest.raises(type(expected.value)) as raised:
+            fit(model, x, targets=targets, loss=loss, budget=SMALL)
+    assert str(raised.value) == str(expected.value)
+    assert raised.value.__context__ is None
+    assert everything(model, x) == before
+
+
+def test_what_only_the_trace_refuses_is_the_trace_s_error() -> None:
+    """A step that runs without memplan: the error says that it cannot be traced."""
+
+    def loss(y: Tensor) -> Tensor:
+        return y.sum() if type(y) is Tensor else y.sum() * (y.new_ones(2) + y.new_ones(3))
+
+    with pytest.raises(RecordingError, match="cannot be traced"):
+        fit(nn.Linear(8, 4), torch.randn(16, 8), loss=loss, budget=SMALL)
 
 
 def test_a_model_elsewhere_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from memplan._bytes import format_bytes
 from memplan.dry.card import CARD
-from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
+from memplan.errors import BudgetError, MemplanError, RecordingError, UsageError, VerificationError
 from memplan.planning.graph.precision import EXACT
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
@@ -35,7 +35,12 @@ from memplan.verification.fitting.plan_cache import Plans, warn
 from memplan.verification.fitting.prover import Prover
 from memplan.verification.fitting.sharded import fit_sharded, is_sharded
 from memplan.verification.fitting.unproven import COSTS, plan_recorded
-from memplan.verification.measurement.state_copies import attributes_restored, isolated
+from memplan.verification.measurement.state_copies import (
+    ModuleCopy,
+    attributes_restored,
+    copy_tensors,
+    isolated,
+)
 from memplan.verification.proof.proof import Proof
 
 _ATTEMPTS = 4
@@ -135,23 +140,49 @@ def fit(
 def _fit(request_of: Callable[[], Request], pairs: int) -> Fitted:
     """Fit the step of a request. On any exception, Ctrl-C during the return included, the model is as before.
 
-    An exception of the user's own code that interrupted tracing is raised in place of memplan's. The step is timed
-    ``pairs`` times, with and without the plan.
+    An exception of the user's own code that interrupted tracing is raised in place of memplan's, and so is one that the
+    step raises without memplan, too. The step is timed ``pairs`` times, with and without the plan.
     """
+    request: Request | None = None
     fitting: _Fitting | None = None
     try:
         with called("memplan.fit", profiles=True), alone():
-            fitting = _Fitting(request_of(), pairs)
+            request = request_of()
+            fitting = _Fitting(request, pairs)
             fitted = fitting.run()
             fitting.release()
             return fitted
     except BaseException as error:
         if fitting is not None:
             fitting.undo.close()
-        users_error = exception_of_user(error) if isinstance(error, RecordingError) else None
-        if users_error is None:
+        if not isinstance(error, RecordingError):
             raise
-    raise users_error  # outside of the except block, which would replace its __context__
+        refusal = error
+    # outside of the except block, which would replace the __context__ of the user's exception
+    users_error = exception_of_user(refusal)
+    if users_error is None and request is not None:
+        users_error = _error_without_plan(request, refusal)
+    raise users_error or refusal
+
+
+def _error_without_plan(request: Request, error: RecordingError) -> Exception | None:
+    """Return the exception that stopped a trace if the step raises it without memplan, too, such as a loss for targets
+    of another shape; None if the step runs, or fails for another reason.
+
+    The step runs forward once, without grad, on copies of inputs and buffers.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, Exception) or isinstance(cause, MemplanError):
+        return None
+    copy = ModuleCopy(request.step, shared=True)
+    args, kwargs = request.call.rebuild(copy_tensors(request.call.tensors))
+    try:
+        with isolated(request.step), request.under_autocast(), copy.in_place(), torch.no_grad():
+            request.step(*args, **kwargs)
+    except Exception as own:
+        if type(own) is type(cause) and str(own) == str(cause):
+            return own
+    return None
 
 
 def _fit_in_recording(request_of: Callable[[], Request], running: Running) -> Fitted:
