@@ -345,8 +345,8 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
 
 
 def tiers_of_moments(model: nn.Module, settings: Settings) -> Iterator[Precision]:
-    """Yield the precisions of `tiers`, and exact computation, with the optimizer's moments in 8 bits, without those
-    that the settings exclude. Where no other plan fits, the first that does is taken."""
+    """Yield the precisions of `allowed_precisions`, and exact computation, with the optimizer's moments in 8 bits,
+    without those that the settings exclude. Where no other plan fits, the first that does is taken."""
     for precision in tiers(model, replace(settings, excluded_precisions=())):
         in_8_bits = replace(precision, moments="int8")
         if in_8_bits not in settings.excluded_precisions:

@@ -66,7 +66,7 @@ class Segment:
     inner_bytes: int
     """Bytes of the values that only ops of the segment read."""
     ops: tuple[GraphOp, ...]
-    """Ops that a piece runs: the segment's, after ``repeated`` ones of earlier segments."""
+    """Ops that a piece runs: the segment's, after ``repeated_count`` ones of earlier segments."""
     repeated: int
     """Number of these repeated ops."""
     derivative_seconds: tuple[float, ...]

@@ -91,7 +91,7 @@ class Study:
 
     Args:
         model, call, captured: the call and its capture, with costs.
-        plain: study of the step as written, if ``captured`` is in another precision or layout, or has tiles
+        study_as_written: study of the unchanged step, if ``captured`` is in another precision or layout, or has tiles
             or kernels.
         tiles: segments of the captured call that run piece by piece.
         kernels: groups of its calls that kernels replace.

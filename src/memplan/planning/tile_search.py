@@ -27,7 +27,7 @@ ALIKE = 3
 AT_ONCE = 4
 """New segments in a capture at most, as the first may make others unnecessary."""
 PREMIUMS = 2.0, 1.0
-"""``premium`` of `Segments.around` in two searches, the second where the first has no plan. The first adds few
+"""``premium`` of `Segments.tile_around` in two searches, the second where the first has no plan. The first adds few
 segments, of which the plan is quickly made; the second adds many small ones, and so reaches smaller budgets."""
 FAR = 2.0
 """Tiles of whole levels come first for budgets below the smallest without tiles, divided by this: they reach the
@@ -73,7 +73,7 @@ class _TileSearch:
         self._study, self._settings, self._budget, self._captured = study, settings, budget, captured
 
     def around_ops(self, premium: float, captures: int = ROUNDS + REFUSALS) -> Planned | None:
-        """Return a plan with tiles around ops above the budget; None if none fits. See `Segments.around`."""
+        """Return a plan with tiles around ops above the budget; None if none fits. See `Segments.tile_around`."""
         segments, settings, budget = self.segments, self._settings, self._budget
         tiles, refusals = tuple[Tile, ...](), list[str]()
         self.tried = self._study
@@ -182,7 +182,7 @@ def _more_tiles(
     """Return the tiles to try next; the same tiles if nothing is expected to help.
 
     For each op above the budget, the highest first, its tile is cut into more pieces, or a new tile is laid around it.
-    ``study`` is the step with ``tiles``; ``premium``: as for `Segments.around`.
+    ``study`` is the step with ``tiles``; ``premium``: as for `Segments.tile_around`.
     """
     if budget < study.least_peak(settings):
         return tiles

@@ -31,12 +31,12 @@ def baseline(
 ) -> tuple[Trace, Timeline]:  # fmt: skip
     """Record two eager steps of the model under the current autocast, without allocating memory.
 
-    The second step counts: by then the optimizer has its state, and gradients are accumulated if ``held``.
+    The second step counts: by then the optimizer has its state, and gradients are accumulated if ``gradients_exist``.
 
     Args:
         model, call: the model and its arguments.
         optimizer: a callable of the parameters; None: the step has no update.
-        held: whether accumulated gradients exist when a step begins, as from the second micro-batch on.
+        gradients_exist: whether accumulated gradients exist when a step begins, as from the second micro-batch on.
         home: device of the step; None: the CPU.
         known: as for `record_for`.
 

@@ -70,7 +70,7 @@ def with_costs(
         device: a card, for roofline estimates from its figures. None: this machine.
         how: for this machine: ``measured``, or ``roofline`` from the fixed figures of `roofline.CPU`.
         known: seconds from `costs_of`, which take precedence and are not measured again.
-        on: torch's name of the device to measure on.
+        place: torch's name of the device to measure on.
         limit: approximate limit on measuring, in seconds; None: `seconds_to_measure`.
     """
     costs, known = _Costs.of(graph), known or {}
@@ -94,7 +94,7 @@ def with_costs(
 
 
 def seconds_to_measure(on: str) -> float:
-    """Return the limit on measuring in seconds. ``on``: torch's name of the device."""
+    """Return the limit on measuring in seconds. ``place``: torch's name of the device."""
     return LIMIT if torch.device(on).type == "cpu" else CARD_LIMIT
 
 
@@ -117,7 +117,7 @@ def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
 
 def failing(graph: JointGraph, targets: Collection[str], on: str) -> dict[str, str]:
     """Return the targets among ``targets`` whose ops do not run on a device, with the first line of the error. Each op
-    runs once, unless it was measured. ``on``: torch's name of the device."""
+    runs once, unless it was measured. ``place``: torch's name of the device."""
     measured, reasons = _measurements_on(on).seconds, dict[str, str]()
     for op in graph.ops:
         if op.target not in targets or op.target in reasons or signature(graph, op) in measured:
@@ -355,7 +355,7 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], on: str, l
     Args:
         graph, costs: the graph, and the calls to time for each signature.
         keys: signatures to measure, in order.
-        on: torch's name of the device.
+        place: torch's name of the device.
         limit: in seconds.
 
     Returns:

@@ -177,7 +177,7 @@ class SavedForm:
     fetch_scratch: int = 0
     """Bytes of workspace of each action, in addition to the values it reads and makes."""
     whole: bool = True
-    """Whether the value can be fetched from it. If not, it only serves its ``direct`` readers."""
+    """Whether the value can be fetched from it. If not, it only serves its ``direct_readers`` readers."""
     direct: tuple[int, ...] = ()
     """Backward ops that read the form itself in place of the value, as a ReLU's gradient reads its mask of bits."""
     direct_scratch: int = 0
@@ -185,7 +185,7 @@ class SavedForm:
     direct_requests: tuple[int, ...] = ()
     """The requests that this scratch consists of, as `GraphOp.requests`, if they are known."""
     direct_seconds: float = 0.0
-    """Seconds that all ``direct`` readers together take longer than with the value itself."""
+    """Seconds that all ``direct_readers`` readers together take longer than with the value itself."""
     also_reads: tuple[int, ...] = ()
     """Other values (bases) that the fetch reads: they exist before the value. If there are any, the value is the only
     result of its op, and is fetched where that op would be recomputed."""
@@ -266,7 +266,7 @@ class JointGraph:
 
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
-        """Bases of the values in ``GraphOp.holds``."""
+        """Bases of the values in ``GraphOp.held_values``."""
         return frozenset(self.base(value) for op in self.ops for value in op.holds)
 
     @cached_property
@@ -330,7 +330,7 @@ def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
 
 def recomputable(graph: JointGraph) -> frozenset[int]:
     """Return the forward values that may be recomputed: results of deterministic ops without side effects, except
-    outputs and values in ``GraphOp.holds``."""
+    outputs and values in ``GraphOp.held_values``."""
     fixed = output_bases(graph) | graph.irreplaceable
     recompute_ops = (op.recompute_op for op in graph.forward_ops if not (op.random or op.once))
     return frozenset(value for op in recompute_ops for value in op.makes if value not in fixed)

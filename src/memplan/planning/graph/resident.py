@@ -26,11 +26,11 @@ class OutsideMemory:
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""
     packed: int = 0
-    """Bytes of ``state`` that are low halves of master weights."""
+    """Bytes of ``state_bytes`` that are low halves of master weights."""
     moment_bytes_saved: int = 0
-    """Bytes by which moments in 8 bits make ``state`` smaller than the optimizer's own moments."""
+    """Bytes by which moments in 8 bits make ``state_bytes`` smaller than the optimizer's own moments."""
     moments_fit_8_bits: bool = False
-    """Whether ``state`` has the moments of an optimizer that has a counterpart with moments in 8 bits."""
+    """Whether ``state_bytes`` has the moments of an optimizer that has a counterpart with moments in 8 bits."""
     workspace_by_op: Mapping[int, int] = field(default_factory=dict)
     """Bytes of libraries' workspaces in ``other_bytes``, by index of the op whose first run allocates them: where a
     block lies, and so what the allocator reserves, depends on when it is allocated. Counts of live bytes have them from

@@ -142,14 +142,14 @@ class Copies:
         """Return the seconds that the step waits for copies, by candidate.
 
         Args:
-            storing: (forward op, candidate): seconds of encoding values after the op.
-            spent: (slot, candidate): seconds of the slot's recomputed ops and decodings.
+            store_seconds: (forward op, candidate): seconds of encoding values after the op.
+            recompute_seconds: (slot, candidate): seconds of the slot's recomputed ops and decodings.
         """
         return self._waits_for_stores(storing) + self._waits_for_fetches(spent)
 
     def _waits_for_stores(self, storing: Floats) -> Floats:
         """Return, by candidate, the seconds that the forward pass waits at its end for copies to host memory.
-        ``storing``: see `waits`."""
+        ``store_seconds``: see `waits`."""
         op_ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(storing, axis=0)
         previous_copy_end, all_candidates = np.zeros(self.count), np.arange(self.count)
         for k, index in enumerate(self.store_order):
@@ -161,8 +161,8 @@ class Copies:
         return np.maximum(previous_copy_end - op_ends[-1], 0.0)
 
     def _waits_for_fetches(self, spent: Floats) -> Floats:
-        """Return, by candidate, the seconds that the backward pass waits for copies back to the device. ``spent``: see
-        `waits`."""
+        """Return, by candidate, the seconds that the backward pass waits for copies back to the device.
+        ``recompute_seconds``: see `waits`."""
         slot_begins = np.zeros_like(spent)  # seconds, without waits
         slot_begins[1:] = self.begins[:-1, None] + np.cumsum(spent, axis=0)[:-1]
         all_candidates = np.arange(self.count)

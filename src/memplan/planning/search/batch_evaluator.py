@@ -83,7 +83,7 @@ class Evaluator:
             columns: the candidates.
             budget: in bytes, the same for the whole step, or a profile with a budget for each position. None: excess is
                 0.
-            squared: how many times the bytes over the budget are squared before they are summed.
+            squarings: how many times the bytes over the budget are squared before they are summed.
         """
         count = columns.shape[1]
         peak, seconds = np.zeros(count, dtype=np.int64), np.zeros(count)

@@ -83,7 +83,7 @@ class Levels:
 
         Args:
             budget: in bytes, the same for the whole step, or a profile with a budget for each position.
-            squared: how many times the bytes over the budget are squared before they are summed.
+            squarings: how many times the bytes over the budget are squared before they are summed.
         """
         if isinstance(budget, Profile):
             update, forward, slots = budget.update, budget.forward[:, None], budget.slots[:, None]

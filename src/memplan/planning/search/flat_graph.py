@@ -307,7 +307,7 @@ class FlatGraph:
         self.by_freed = np.argsort(self.freed_at, kind="stable")
         """Rows in the order in which the values are freed in the forward pass."""
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
-        """Forward ops after which values are freed, and where those of each begin in ``by_freed``."""
+        """Forward ops after which values are freed, and where those of each begin in ``rows_by_free``."""
         self.returns_net = np.zeros(self.slots, dtype=np.int64)
         """Change of the level by the gradients that are returned in each slot."""
         self.returns_peak = np.zeros(self.slots, dtype=np.int64)

@@ -56,9 +56,9 @@ class LocalSearch:
     """Local search under one budget."""
 
     def __init__(self, evaluator: Evaluator, budget: int | Profile, *, small: int = 0, squared: int = 0) -> None:
-        """Collect the moves. Values of at most ``small`` bytes are always saved.
+        """Collect the moves. Values of at most ``small_bytes`` bytes are always saved.
 
-        ``budget`` and ``squared``: see `Evaluator.evaluate`.
+        ``budget`` and ``squarings``: see `Evaluator.evaluate`.
         """
         self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat

@@ -118,8 +118,8 @@ class Unavoidable:
 
         Args:
             row: of the forward value.
-            slot: the position, if ``forward`` is None.
-            forward: the position, if it is a forward op: its index. None for a slot.
+            slot: the position, if ``forward_op`` is None.
+            forward_op: the position, if it is a forward op: its index. None for a slot.
         """
         if forward is not None:
             is_counted = self.not_recomputable[row] and self.last_read_in_any_form[row] >= 0  # it has to be saved
@@ -204,7 +204,8 @@ class Relaxation:
     """The linear program of a graph, for any budget."""
 
     def __init__(self, flat: FlatGraph, *, small: int = 0, size: int = 8_000) -> None:
-        """Values of at most ``small`` bytes are left out. ``size`` roughly bounds the number of variables.
+        """Values of at most ``small_bytes`` bytes are left out. ``variable_limit`` roughly bounds the number of
+        variables.
 
         In the program, variables are known by their indices.
         """
@@ -306,7 +307,7 @@ class _Position:
         Args:
             relaxation: of the linear program.
             slot: the slot; 0 for a forward op.
-            forward: index of the forward op; None for a slot.
+            forward_op: index of the forward op; None for a slot.
         """
         self.relaxation, self.slot, self.forward = relaxation, slot, forward
         self.is_between_passes = forward is None and slot == 0

@@ -87,8 +87,8 @@ class Infeasible:
 class Search:
     """Search for choices on a graph; all budgets share intermediate results.
 
-    ``steady`` is the same graph with modelled instead of measured seconds. The floor is searched on it, so that another
-    process with other measurements arrives at the same smallest budget.
+    ``modelled_graph`` is the same graph with modelled instead of measured seconds. The floor is searched on it, so that
+    another process with other measurements arrives at the same smallest budget.
     """
 
     graph: JointGraph
@@ -165,7 +165,8 @@ class Search:
 
     @cached_property
     def deterministic(self) -> Search:
-        """The same search on ``steady``: its result does not depend on measured times or on earlier searches."""
+        """The same search on ``modelled_graph``: its result does not depend on measured times or on earlier
+        searches."""
         if self.steady is None:
             return self
         return Search(self.steady, self.outside_memory, gradients=self.gradients, heuristics=self.heuristics)
@@ -201,7 +202,7 @@ class Search:
     # -- a single budget
 
     def local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
-        """Return the local search for a budget. ``squared``: see `Evaluator.evaluate`."""
+        """Return the local search for a budget. ``squarings``: see `Evaluator.evaluate`."""
         return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
 
     def _search_from(self, budget: int, *more: Column, earlier_results: Sequence[State] = ()) -> State | None:
@@ -273,7 +274,7 @@ class Search:
         return self.local(budget=0).state(self.deterministic._lowest_column)
 
     def _best_repair(self, budget: int, starts: Sequence[Column], squared: int) -> State:
-        """Repair every start and return the state with the least excess over the budget. ``squared``: see
+        """Repair every start and return the state with the least excess over the budget. ``squarings``: see
         `Evaluator.evaluate`."""
         local = self.local(budget, squared)
         states = (local.repaired(start, self.switches.rounds) for start in starts)
