@@ -73,10 +73,12 @@ class Planner:
             if settings.plan is not None or captured is not None or not remedies:
                 raise
             if settings.engine == "inductor":
-                error = with_graph_remedy(error, lambda graph: self._plan_once(call, graph, budget, key), settings)
+                error = with_graph_remedy(
+                    error, lambda with_graph: self._plan_once(call, with_graph, budget, key), settings
+                )
             if settings.allow == "exact":
                 error = with_lossy_remedy(
-                    error, lambda lossy: self.study(call, lossy, key), self._model, settings, budget
+                    error, lambda lossy_settings: self.study(call, lossy_settings, key), self._model, settings, budget
                 )
             raise error from None
 

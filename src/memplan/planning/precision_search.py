@@ -133,10 +133,10 @@ class _PrecisionSearch:
         except MemplanError as error:
             if not precision.lossy:
                 raise
-            self._errors.setdefault(error.found, precision)  # some ops have no kernels in fewer bits
+            self._errors.setdefault(error.found, precision)  # such as ops without kernels in fewer bits
             return
         if planned.plan.lost in self._settings.excluded_precisions:
-            return  # the plan does not use the lower precision
+            return  # the plan does not use the lower precision: it is one that was excluded
         seconds = planned.plan.total_seconds or 0.0
         if self.best is None or seconds < self._seconds_to_beat:
             self.best, self._best_seconds = planned, seconds
@@ -282,20 +282,16 @@ def with_lossy_remedy(
 
     ``study``: returns the `Study` of the call in the precision of the settings.
     """
-    of_call = study(settings)
-    outside = of_call.search(settings).outside_memory
+    exact_study = study(settings)
+    outside = exact_study.search(settings).outside_memory
     may_have_moments = settings.moments_in_8_bits and outside.moments_fit_8_bits
     moments_save = _MOST_SAVED_OF_STATE * outside.state if may_have_moments else 0
-    if budget < of_call.least_peak(settings) - moments_save:
+    if budget < exact_study.least_peak(settings) - moments_save:
         return error
+    excluded = (*settings.excluded_precisions, EXACT)  # the exact plan does not fit: that is the error
+    lossy_settings = replace(settings, allow="lossy", excluded_precisions=excluded)
     try:
-        plan = fastest(
-            study,
-            model,
-            replace(settings, allow="lossy", excluded_precisions=(*settings.excluded_precisions, EXACT)),
-            budget,
-            exact_error=False,
-        ).plan
+        plan = fastest(study, model, lossy_settings, budget, exact_error=False).plan
     except MemplanError:  # it does not fit, or does not run in fewer bits
         return error
     return with_remedy(

@@ -312,7 +312,8 @@ class Segments:
         results = (node.outputs[0] for node in nodes[len(earlier) :] if node.outputs)
         # those that the step returns, or that an op outside of the segment reads
         outputs = tuple(v for v in results if v in self._graph.outputs or self._readers.get(v, set()) - indices)
-        static, fixed = self._static.intersection(inputs), self._fixed.intersection(inputs)
+        static = self._static.intersection(inputs)  # they do not depend on data
+        fixed = self._fixed.intersection(inputs)  # they get no gradient
         return Program(nodes, inputs, frozenset(static), outputs, self._likes, frozenset(fixed))
 
     def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile], premium: float) -> Tile | None:
@@ -345,18 +346,18 @@ class Segments:
         pieces. ``tiles``: all tiles, some of which it may repeat."""
         pieces = 2 * tile.pieces
         repeats = ranges(tile, tiles)
-        axes = (tile.axis, *self.axes, *self.token_axes(tile.last)) if not repeats else (tile.axis,)
-        for axis in dict.fromkeys(axes):
+        other_axes = () if repeats else (*self.axes, *self.token_axes(tile.last))  # repeated tiles keep their axis
+        for axis in dict.fromkeys((tile.axis, *other_axes)):
             if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces, repeats) is not None:
                 return replace(tile, axis=axis, pieces=pieces)
         return None
 
     def next_level(self, tiles: Sequence[Tile], budget: int) -> tuple[Tile, ...]:
         """Return ``tiles`` and those of the next level: the calls outside of tiles that make or read the largest
-        results. Without any, ``tiles``.
+        results. ``tiles`` alone if there is no further level.
 
-        What joins two inputs counts as large as these. A tile repeats the earlier tiles of its level of which it reads
-        such results: in a U-Net, a level of the decoder that of the encoder.
+        A concatenation counts as large as its largest operand. A tile repeats the earlier tiles of its level whose
+        results it reads: in a U-Net, the decoder's tile computes again what the encoder's tile of that level computes.
 
         ``budget``: bytes, of which a piece takes a small part.
         """

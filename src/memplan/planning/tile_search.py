@@ -101,9 +101,9 @@ class _TileSearch:
         """Return a plan whose tiles are the levels of a network with skip connections; None if none fits, or if no tile
         repeats another.
 
-        A tile of a level repeats what it reads of an earlier one, which so is never whole, and nor is its gradient. The
-        levels of the largest tensors come first, then further ones and more pieces. Without a segment that is refused,
-        they are built anew.
+        In a U-Net, a level of the decoder reads what the encoder computed on that level. The decoder's tile computes it
+        again, piece by piece, so that neither it nor its gradient is ever whole. The levels of the largest tensors come
+        first, then further levels and more pieces. After a segment was refused, the levels are built anew without it.
         """
         segments, settings, budget = self.segments, self._settings, self._budget
         tiles, level_count, refusals = segments.next_level((), budget), 1, list[str]()

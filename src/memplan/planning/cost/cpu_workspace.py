@@ -150,4 +150,5 @@ def _workspaces(profile: _torch.Profile, calls: int) -> list[int]:
             index = int(event.mark)
             current[index] += event.bytes
             peak[index] = max(peak[index], current[index])
+    # what is still allocated after a call is its results
     return [peak_bytes - result_bytes for peak_bytes, result_bytes in zip(peak, current, strict=True)]

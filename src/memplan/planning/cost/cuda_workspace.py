@@ -105,7 +105,8 @@ def _cudnn_bytes(
     library: Cudnn, device: Device, temporaries: Sequence[Temporary]
 ) -> tuple[dict[WorkspaceQuery, int], dict[WorkspaceQuery, ExpectedWorkspace]]:
     """Return the bytes of cuDNN's workspaces by query, and the distributions of those that a model only expects. The
-    bytes are those of cuDNN's first plan or, with ``benchmark``, of its largest; else the expected ones."""
+    bytes are measured ones, else those of cuDNN's first plan or, with ``benchmark``, of its largest, else the expected
+    ones."""
     queries = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query is not None)
     answers = ask(library, device, (query.question for query in queries))
     workspaces, expected = dict[WorkspaceQuery, int](), dict[WorkspaceQuery, ExpectedWorkspace]()

@@ -86,7 +86,7 @@ def with_costs(
     if scratch:
         ops = list[GraphOp]()
         for op in graph.ops:
-            declares_requests = bool(op.requests) and op.target in KERNELS
+            declares_requests = bool(op.requests) and op.target in KERNELS  # they are exact
             key = costs.keys.get((op.index, op.target), "")  # "" for views
             ops.append(op if declares_requests else replace(op, scratch=scratch.get(key, op.scratch)))
         graph = replace(graph, ops=tuple(ops))

@@ -105,7 +105,7 @@ class Fusing:
         """Return the Pareto frontier in bytes and seconds of the lowered candidates, from the highest peak to the
         lowest. Peaks are those of the generated code."""
         plans = self._search.frontier(points)
-        candidates = [self.candidate(replace(plan.choices, joined=True)) for plan in plans]
+        candidates = [self._candidate_of(plan) for plan in plans]
         candidates += [self.lowest, *self.candidates]  # in this order: `lowest` lowers further candidates
         fastest, frontier = float("inf"), list[Solution]()
         for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.schedule.seconds)):
@@ -131,7 +131,7 @@ class Fusing:
         # `search.nearest` lowers what it can towards a target below the floor
         if floor.peak > lowest_plan.peak:  # lower levels leave room for what the code allocates beyond them
             below_floor = target - int(_FIRST_STEP * (target - always_live))
-            yield self.candidate(replace(search.nearest(below_floor, STEEP).choices, joined=True))
+            yield self._candidate_of(search.nearest(below_floor, STEEP))
         for _ in range(_MAX_REPETITIONS):  # an op with the highest level op by op may need less when it is fused
             target -= int(_SECOND_STEP * (target - always_live))
             candidate = self._lower_plan(search.nearest(target), target)
@@ -182,9 +182,14 @@ class Fusing:
             self._results[target] = self._search.within(target)
         return self._results[target]
 
+    def _candidate_of(self, plan: Solution) -> Candidate:
+        """Return the candidate of a plan of the op-by-op search. The two ops of a convolution's derivative may become a
+        single kernel in it (`Choices.joined`)."""
+        return self.candidate(replace(plan.choices, joined=True))
+
     def _lower_plan(self, plan: Solution, target: int) -> Candidate:
         """Return the candidate of a plan of the op-by-op search, and record the target that it was planned for."""
-        candidate = self.candidate(replace(plan.choices, joined=True))
+        candidate = self._candidate_of(plan)
         self._targets.setdefault(candidate.schedule.choices, target)
         return candidate
 

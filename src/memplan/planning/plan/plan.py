@@ -289,17 +289,18 @@ def check_settings(
         UsageError: the plan is for another use of gradients, or another engine.
         BudgetError: the plan's choices need more than the budget.
     """
-    options = (
+    options = (  # (setting of the plan, setting of this step, its name if it is on, its name if it is off)
         (plan.choices.gradients.updates, gradients.updates, *UPDATE_EARLY.option),
         (plan.choices.gradients.adds, gradients.adds, *RELEASE_GRADIENTS.option),
         (plan.choices.fused, fused, "engine='inductor' (--engine inductor)", "engine='graph'"),
     )
-    for planned, wanted, yes, no in options:
+    for planned, wanted, name_on, name_off in options:
         if planned != wanted:
+            planned_name, wanted_name = (name_on if is_on else name_off for is_on in (planned, wanted))
             raise UsageError(
-                f"The plan was made for {yes if planned else no}, and this step asks for {yes if wanted else no}",
+                f"The plan was made for {planned_name}, and this step asks for {wanted_name}",
                 expected="the same settings",
-                do=f"Ask for {yes if planned else no}, or plan this step again",
+                do=f"Ask for {planned_name}, or plan this step again",
             )
     if peak > budget:
         before = _with_optimizer(plan.optimizer, plan.resident.get("optimizer_state", 0))

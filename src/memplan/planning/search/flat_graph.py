@@ -171,15 +171,15 @@ class FlatGraph:
         gradients_in_base = Counter(graph.base(gradient) for _, gradient in graph.gradients)
         copied_values = copied_gradients(graph, choices)
         returns, bases, kept_by_autograd = list[GradientReturn](), list[int](), set[int]()
-        for of, gradient in graph.gradients:
-            base, copied_bytes = graph.base(gradient), graph.values[of].own_bytes if of in copied_values else 0
-            changed, freed = changed_at_once(graph, choices, of), frees_gradient(graph, choices, of)
-            slot = max(last_slot.get(base, 0), last_slot.get(graph.base(of), 0) if changed else 0)
-            if of not in copied_values and not freed:
+        for value, gradient in graph.gradients:
+            base, copied_bytes = graph.base(gradient), graph.values[value].own_bytes if value in copied_values else 0
+            changed, freed = changed_at_once(graph, choices, value), frees_gradient(graph, choices, value)
+            slot = max(last_slot.get(base, 0), last_slot.get(graph.base(value), 0) if changed else 0)
+            if value not in copied_values and not freed:
                 kept_by_autograd.add(base)
-            updated = self.gradients.updates and graph.values[of].kind == "parameter"
-            transient = self.outside_memory.update_by_parameter.get(of, 0) + copied_bytes if updated else 0
-            kept_copy, parameter = 0 if freed else copied_bytes, graph.base(of) if changed else None
+            updated = self.gradients.updates and graph.values[value].kind == "parameter"
+            transient = self.outside_memory.update_by_parameter.get(value, 0) + copied_bytes if updated else 0
+            kept_copy, parameter = 0 if freed else copied_bytes, graph.base(value) if changed else None
             returns.append(GradientReturn(slot, kept_copy, transient, freed=0, parameter=parameter))
             bases.append(base)
         # memory that several gradients share is freed with the last return

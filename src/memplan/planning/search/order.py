@@ -67,11 +67,11 @@ def lower_order(graph: JointGraph, choices: Sequence[Choices], outside_memory: O
     if len(graph.backward_ops) < 2:
         return graph.order
     copied = {(form.lever, form.value) for form in graph.forms if form.is_copied}
-    plain = [replace(each, saved_forms=each.saved_forms - copied, order=graph.order) for each in choices]
-    planned = [schedule(graph, each) for each in plain]
+    without_copies = [replace(each, saved_forms=each.saved_forms - copied, order=graph.order) for each in choices]
+    planned = [schedule(graph, each) for each in without_copies]
     order = _Search(graph, [_Profile(each, outside_memory) for each in planned]).run()
     peaks_before = [levels(each, outside_memory).peak for each in planned]
-    peaks_after = [levels(schedule(graph, replace(each, order=order)), outside_memory).peak for each in plain]
+    peaks_after = [levels(schedule(graph, replace(each, order=order)), outside_memory).peak for each in without_copies]
     peaks = list(zip(peaks_before, peaks_after, strict=True))
     is_worthwhile = any(before - after >= WORTHWHILE * before for before, after in peaks)
     return order if is_worthwhile and all(after <= before for before, after in peaks) else graph.order
@@ -114,12 +114,12 @@ class _Profile:
         """Values that are never freed."""
         delayed_gradient = dict[int, int]()
         """By parameter that may change at once: its gradient, which is freed after the parameter's last read."""
-        for of, gradient in graph.gradients:
+        for value, gradient in graph.gradients:
             base = graph.base(gradient)
-            if not frees_gradient(graph, choices, of):
+            if not frees_gradient(graph, choices, value):
                 self.never_freed.add(base)
-            elif changed_at_once(graph, choices, of):
-                delayed_gradient[graph.base(of)] = base
+            elif changed_at_once(graph, choices, value):
+                delayed_gradient[graph.base(value)] = base
         self.nodes: dict[int, tuple[_Node, ...]] = {}
         """By op: the recomputations and fetches before it, then the op itself."""
         group, action_bytes = list[_Node](), ActionBytes(planned, outside_memory)

@@ -143,27 +143,27 @@ class _Walk:
         unread_results = {*op.makes} - makes
         self.allocate(makes, transient=op.discarded + scratch + self.size(unread_results))
 
-    def return_gradient(self, action: Action, of: int, source: int, phase: str) -> None:
-        """Check that gradient ``source`` of value ``of`` is returned once, and copied if it shares memory or has other
+    def return_gradient(self, action: Action, value: int, gradient: int, phase: str) -> None:
+        """Check that ``gradient`` of ``value`` is returned once, and copied if it shares memory or has other
         strides."""
-        values, base, is_parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
+        values, base, is_parameter = self.values, self.values[gradient].base, self.values[value].kind == "parameter"
         updates, adds = is_parameter and self.gradient_use.updates, is_parameter and self.gradient_use.adds
-        known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
-        self.require(known and of not in self.returned, "there is no such thing to do here, or it is done")
+        known = (action.kind, phase) == ("give", "backward") and (value, gradient) in self.graph.gradients
+        self.require(known and value not in self.returned, "there is no such thing to do here, or it is done")
         self.check(action, reads=(base,), makes=())
-        shares_memory = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
+        shares_memory = sum(values[other].base == base for _, other in self.graph.gradients) > 1
         shares_memory = shares_memory or base in self.resident | self.outputs | self.tangents
-        may_stay = adds or not (shares_memory or values[source].stride != values[of].stride)
+        may_stay = adds or not (shares_memory or values[gradient].stride != values[value].stride)
         self.require(action.copies or may_stay, "a gradient that is not its alone must be copied")
-        copy_bytes = values[of].own_bytes if action.copies else 0
-        update_bytes = self.outside_memory.update_by_parameter.get(of, 0) if updates else 0
+        copy_bytes = values[value].own_bytes if action.copies else 0
+        update_bytes = self.outside_memory.update_by_parameter.get(value, 0) if updates else 0
         self.allocate((), transient=copy_bytes + update_bytes)
         if not (updates or adds):
             self.level += copy_bytes
             self.delivered |= set[int]() if action.copies else {base}
         self.changed |= self.delivered  # the receiver may change them
-        self.changed |= {values[of].base} if updates or values[of].hooked else set[int]()
-        self.returned.add(of)
+        self.changed |= {values[value].base} if updates or values[value].hooked else set[int]()
+        self.returned.add(value)
 
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
         """Check that the values that an action reads are live and unchanged, and that its results are not live yet.
