@@ -130,8 +130,8 @@ def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:
     for column in columns.T:
         planned = schedule(flat.graph, evaluator.choices(column))
         planned_levels = levels(planned, flat.outside_memory)
-        forward = np.zeros(len(flat.forward), dtype=np.int64)
-        slots = np.zeros(flat.slots, dtype=np.int64)
+        forward = np.zeros(len(flat.forward_ops), dtype=np.int64)
+        slots = np.zeros(flat.slot_count, dtype=np.int64)
         ops_begun = 0
         for action, level in zip(planned.forward, planned_levels.forward, strict=True):
             ops_begun += action.kind == "run"

@@ -29,17 +29,17 @@ class Batch(Needs):
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
         """Compute what each candidate needs, and begin to count its bytes and seconds."""
         super().__init__(flat, columns)
-        count = self.count
+        count = self.candidate_count
         self.seconds = np.zeros(count)
         """By candidate: seconds that recomputations, encodings and copies add to the step."""
-        self.slot_level = np.zeros((flat.slots, count), dtype=np.int64)
+        self.slot_level = np.zeros((flat.slot_count, count), dtype=np.int64)
         """(slot, candidate): bytes that recomputations and fetches of the slot have allocated so far, less those that
         they have freed."""
-        self.slot_peak = np.zeros((flat.slots, count), dtype=np.int64)
+        self.slot_peak = np.zeros((flat.slot_count, count), dtype=np.int64)
         """(slot, candidate): the highest such level so far, with what ops and fetches allocate while they run."""
-        self.storing = np.zeros((len(flat.forward), count))
+        self.store_seconds = np.zeros((len(flat.forward_ops), count))
         """(forward op, candidate): seconds of encoding values after it. Read only to compute waits for host copies."""
-        self.spent = np.zeros((flat.slots, count))
+        self.recompute_seconds = np.zeros((flat.slot_count, count))
         """(slot, candidate): seconds of its recomputed ops and decodings. Counted only where there are host copies."""
 
     def run(self) -> Levels:
@@ -49,9 +49,11 @@ class Batch(Needs):
         self._recompute()
         slots, end = self._backward(boundary)
         update = end if flat.gradients.updates else end + flat.outside_memory.update
-        if self.copies is not None:
-            self.seconds += self.copies.use_seconds + self.copies.waits(self.storing, self.spent)
-        return Levels(forward, slots, update, self.seconds, self.needed)
+        if self.host_copies is not None:
+            self.seconds += self.host_copies.added_seconds + self.host_copies.waits(
+                self.store_seconds, self.recompute_seconds
+            )
+        return Levels(forward, slots, update, self.seconds, self.is_needed)
 
     # -- forward pass
 
@@ -59,26 +61,28 @@ class Batch(Needs):
         """Return the highest level during each forward op, and the level at the end of the pass, by candidate."""
         flat = self.flat
         freed = ~self.saved_as_is & ~flat.is_output[:, None]  # which values are freed in the forward pass
-        net = np.repeat(flat.result_bytes[:, None], self.count, axis=1)  # by op: change of the level
+        net = np.repeat(flat.result_bytes[:, None], self.candidate_count, axis=1)  # by op: change of the level
         if len(flat.values):  # less the values that are freed after each op
-            freed_bytes = np.where(freed, flat.bytes[:, None], 0)[flat.by_freed]
-            net[flat.freed_positions] -= np.add.reduceat(freed_bytes, flat.freed_starts, axis=0)
-        for index in flat.plain:  # plus encodings, stored after the last op that uses the value
-            net[flat.used_last[flat.form_rows[index]]] += self.used[index] * flat.form_bytes[index]
-        after = flat.base + np.cumsum(net, axis=0)
+            freed_bytes = np.where(freed, flat.value_bytes[:, None], 0)[flat.rows_by_free]
+            net[flat.freeing_ops] -= np.add.reduceat(freed_bytes, flat.first_freed_by_op, axis=0)
+        for index in flat.encoding_indices:  # plus encodings, stored after the last op that uses the value
+            net[flat.last_forward_use[flat.row_of_form[index]]] += (
+                self.saves_encoding[index] * flat.encoded_bytes[index]
+            )
+        after = flat.always_live_bytes + np.cumsum(net, axis=0)
         copied_bytes_freed = None
-        if self.copies is not None:
-            copied_bytes_live, copied_bytes_freed = self.copies.live_in_forward(len(after))
+        if self.host_copies is not None:
+            copied_bytes_live, copied_bytes_freed = self.host_copies.live_in_forward(len(after))
             change = copied_bytes_live - copied_bytes_freed
             after += change
             net += np.diff(change, axis=0, prepend=0)
-        during = after - net + flat.forward_during[:, None]  # the level before each op, and what the op allocates
-        for index, operands in flat.forward_overwrites:
-            during[index] -= self._can_overwrite(operands, freed) * flat.forward[index].in_place_saved
+        during = after - net + flat.forward_op_bytes[:, None]  # the level before each op, and what the op allocates
+        for index, operands in flat.overwritable_by_op:
+            during[index] -= self._can_overwrite(operands, freed) * flat.forward_ops[index].in_place_saved
         if copied_bytes_freed is not None:  # after an op, until the copies that end there are done
             np.maximum(during, after + copied_bytes_freed, out=during, where=copied_bytes_freed > 0)
         self._store(during, after, freed, copied_bytes_freed)
-        end = after[-1] if len(after) else np.full(self.count, flat.base, dtype=np.int64)
+        end = after[-1] if len(after) else np.full(self.candidate_count, flat.always_live_bytes, dtype=np.int64)
         return during, end
 
     def _can_overwrite(self, rows: Sequence[int], freed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -88,13 +92,13 @@ class Batch(Needs):
             rows: of the operands, none of which a later op of the forward pass uses.
             freed: (row, candidate): whether the value is freed in the forward pass.
         """
-        can_overwrite = np.zeros(self.count, dtype=bool)
+        can_overwrite = np.zeros(self.candidate_count, dtype=bool)
         for row in rows:
             is_free = freed[row]
-            for index in self.flat.plain_forms_of.get(row, ()):  # it is encoded after the op
-                is_free = is_free & ~self.used[index]
-            if self.copies is not None:  # its copy to the host may not be done
-                is_free = is_free & ~self.copies.uses(row)
+            for index in self.flat.encodings_of_row.get(row, ()):  # it is encoded after the op
+                is_free = is_free & ~self.saves_encoding[index]
+            if self.host_copies is not None:  # its copy to the host may not be done
+                is_free = is_free & ~self.host_copies.uses(row)
             can_overwrite |= is_free
         return can_overwrite
 
@@ -111,31 +115,33 @@ class Batch(Needs):
         """
         flat = self.flat
         stored_after: dict[int, list[int]] = {}  # encodings by the forward op after which they are stored
-        for index in flat.plain:
-            stored_after.setdefault(int(flat.used_last[flat.form_rows[index]]), []).append(index)
+        for index in flat.encoding_indices:
+            stored_after.setdefault(int(flat.last_forward_use[flat.row_of_form[index]]), []).append(index)
         for position, forms in stored_after.items():  # from the last store back to the first, as `after` is known
-            later_change = np.zeros(self.count, dtype=np.int64)
+            later_change = np.zeros(self.candidate_count, dtype=np.int64)
             """Change of the level between this store and the end of the position."""
             # values whose copy to the host is done, and those written into buffers, are freed after all stores
             if copied_bytes_freed is not None:
                 later_change -= copied_bytes_freed[position]
-            for row in np.flatnonzero(flat.written & (flat.freed_at == position)):
-                later_change -= freed[row] * flat.bytes[row]
+            for row in np.flatnonzero(flat.is_written_into_buffer & (flat.freed_at == position)):
+                later_change -= freed[row] * flat.value_bytes[row]
             stored_later: dict[int, Any] = {}
             """By row: which candidates store another form of the value after this form."""
             for index in sorted(forms, key=lambda number: -flat.forms[number].encoded):  # the scheduler stores by id
-                form, row, used = flat.forms[index], flat.form_rows[index], self.used[index]
-                if not flat.written[row]:  # the value is freed after its last store, unless it is copied, too
+                form, row, used = flat.forms[index], flat.row_of_form[index], self.saves_encoding[index]
+                if not flat.is_written_into_buffer[
+                    row
+                ]:  # the value is freed after its last store, unless it is copied, too
                     is_freed = freed[row] & used & ~stored_later.get(row, np.False_)
-                    if self.copies is not None:
-                        is_freed = is_freed & ~self.copies.uses(row)
-                    later_change -= is_freed * flat.bytes[row]
+                    if self.host_copies is not None:
+                        is_freed = is_freed & ~self.host_copies.uses(row)
+                    later_change -= is_freed * flat.value_bytes[row]
                     stored_later[row] = stored_later.get(row, np.False_) | used
                 level = after[position] - later_change + form.store_scratch
                 np.maximum(during[position], level, out=during[position], where=used)
-                later_change += used * flat.form_bytes[index]
+                later_change += used * flat.encoded_bytes[index]
                 self.seconds += used * form.use_seconds
-                self.storing[position] += used * form.store_seconds
+                self.store_seconds[position] += used * form.store_seconds
 
     # -- recomputation
 
@@ -143,30 +149,34 @@ class Batch(Needs):
         """Count what the backward pass recomputes and decodes, in the slot that needs it, and what backward ops
         free."""
         flat = self.flat
-        self.fetched = np.zeros((len(flat.plain), self.count), dtype=bool)
+        self.is_fetched = np.zeros((len(flat.encoding_indices), self.candidate_count), dtype=bool)
         """(plain form, candidate): whether its decoding was counted already."""
-        self.frees = np.zeros((flat.slots, self.count), dtype=np.int64)
+        self.freed_by_slot = np.zeros((flat.slot_count, self.candidate_count), dtype=np.int64)
         """(slot, candidate): bytes of forward values and saved forms that the slot's backward op frees."""
-        if self.copies is not None:
-            self.slot_level += self.copies.allocated_in_backward(flat.slots)
+        if self.host_copies is not None:
+            self.slot_level += self.host_copies.allocated_in_backward(flat.slot_count)
             np.maximum(self.slot_peak, self.slot_level, out=self.slot_peak)
         for index, op in enumerate(flat.recompute_ops):  # within a slot, in the order of the forward pass
-            if any(row in self.recomputed_in for row in op.makes):
+            if any(row in self.recompute_slots for row in op.makes):
                 self._recompute_op(index)
-            for form, row in flat.operand_fetches_at[index]:
-                if form in self.fetched_in:
+            for form, row in flat.encodings_fetched_with_operands[index]:
+                if form in self.fetch_slots:
                     self._fetch_with_operands(index, form, row)
         # the other values are decoded for the backward op itself
-        for row, forms in flat.simple_fetches_of.items():
+        for row, forms in flat.encodings_fetched_alone.items():
             for index in forms:
-                self._fetch(index, row, np.flatnonzero(self.used[index] & self.needed[row] & ~self.fetched[index]))
+                self._fetch(
+                    index,
+                    row,
+                    np.flatnonzero(self.saves_encoding[index] & self.is_needed[row] & ~self.is_fetched[index]),
+                )
         # values that a slot's backward op, at the last position of the slot, is the last to read
-        read_by_backward_op = self.last % self.slot_size == self.slot_size - 1
-        rows, columns = np.nonzero(read_by_backward_op & self.needed & ~flat.is_output[:, None])
-        slots = self.last[rows, columns] // self.slot_size
-        self.frees += np.bincount(  # sums the bytes by (slot, candidate)
-            slots * self.count + columns, weights=flat.bytes[rows], minlength=self.frees.size
-        ).reshape(self.frees.shape).astype(np.int64)  # fmt: skip
+        read_by_backward_op = self.last_needed_position % self.positions_per_slot == self.positions_per_slot - 1
+        rows, columns = np.nonzero(read_by_backward_op & self.is_needed & ~flat.is_output[:, None])
+        slots = self.last_needed_position[rows, columns] // self.positions_per_slot
+        self.freed_by_slot += np.bincount(  # sums the bytes by (slot, candidate)
+            slots * self.candidate_count + columns, weights=flat.value_bytes[rows], minlength=self.freed_by_slot.size
+        ).reshape(self.freed_by_slot.shape).astype(np.int64)  # fmt: skip
 
     def _recompute_op(self, index: int) -> None:
         """Run a forward op in every slot in which it is recomputed: in several if its results are needed in different
@@ -175,7 +185,7 @@ class Batch(Needs):
         ``index``: position of the op in the forward pass.
         """
         op = self.flat.recompute_ops[index]
-        slot_of_result = [(row, self.recomputed_in[row]) for row in op.makes if row in self.recomputed_in]
+        slot_of_result = [(row, self.recompute_slots[row]) for row in op.makes if row in self.recompute_slots]
         for k, (_, slots) in enumerate(slot_of_result):  # `slots`: the slot of each candidate
             runs = slots < NEVER
             for _, earlier_slots in slot_of_result[:k]:  # it runs there already, for an earlier result
@@ -193,11 +203,11 @@ class Batch(Needs):
             form: index of the form.
             row: of the value.
         """
-        columns = np.flatnonzero(self.fetched_in[form] < NEVER)
-        slot = self.fetched_in[form][columns]
+        columns = np.flatnonzero(self.fetch_slots[form] < NEVER)
+        slot = self.fetch_slots[form][columns]
         self._run_in_slots(index, self.flat.fetch_ops[form], slot, columns, [(row, np.ones(len(columns), dtype=bool))])
         self._free_form(form, slot.astype(np.int64), columns)
-        self.fetched[form][columns] = True
+        self.is_fetched[form][columns] = True
 
     def _free_form(self, index: int, slot: Ints, columns: Ints) -> None:
         """Free a saved form right after its value is decoded, unless a later op reads the form and frees it then.
@@ -208,8 +218,8 @@ class Batch(Needs):
             columns: the candidates that decode it.
         """
         # no op reads the form in this slot or later
-        is_last_use = self.last_direct[index][columns] < slot * self.slot_size
-        self.slot_level[slot, columns] -= self.flat.form_bytes[index] * is_last_use
+        is_last_use = self.last_encoding_read[index][columns] < slot * self.positions_per_slot
+        self.slot_level[slot, columns] -= self.flat.encoded_bytes[index] * is_last_use
 
     def _run_in_slots(
         self, index: int, op: ForwardOp, slot: Ints, columns: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
@@ -226,21 +236,21 @@ class Batch(Needs):
         """
         flat = self.flat
         for row in op.reads:
-            for form in flat.simple_fetches_of.get(row, ()):
-                is_first_read = self.first[row][columns] == slot
+            for form in flat.encodings_fetched_alone.get(row, ()):
+                is_first_read = self.first_needed_slot[row][columns] == slot
                 self._fetch(
-                    form, row, columns[self.formed[form][columns] & ~self.fetched[form][columns] & is_first_read]
+                    form, row, columns[self.uses_form[form][columns] & ~self.is_fetched[form][columns] & is_first_read]
                 )
         levels, peaks = self.slot_level.ravel(), self.slot_peak.ravel()  # views: changes change the arrays
-        place = slot.astype(np.int64) * self.count + columns  # index in the flattened arrays
-        position = slot * self.slot_size + index
+        place = slot.astype(np.int64) * self.candidate_count + columns  # index in the flattened arrays
+        position = slot * self.positions_per_slot + index
         level = levels[place]
         freed_bytes = np.zeros(len(columns), dtype=np.int64)  # of operands that are read for the last time
         in_place = np.zeros(len(columns), dtype=bool)
         for row in op.reads:
             if not flat.is_output[row]:
-                is_last_read = self.last[row][columns] == position
-                freed_bytes += is_last_read * flat.bytes[row]
+                is_last_read = self.last_needed_position[row][columns] == position
+                freed_bytes += is_last_read * flat.value_bytes[row]
                 if row in op.overwrites:
                     in_place |= is_last_read
         during = level + op.during
@@ -250,14 +260,14 @@ class Batch(Needs):
                     during -= (in_place & is_wanted) * op.in_place_saved
         peaks[place] = np.maximum(peaks[place], during)
         allocated = sum(
-            (is_wanted * flat.bytes[row] for row, is_wanted in wanted), np.zeros(len(columns), dtype=np.int64)
+            (is_wanted * flat.value_bytes[row] for row, is_wanted in wanted), np.zeros(len(columns), dtype=np.int64)
         )
         levels[place] = level + allocated - freed_bytes
         self.seconds[columns] += op.op.seconds
-        if self.copies is not None:
-            self.spent.ravel()[place] += op.op.seconds
+        if self.host_copies is not None:
+            self.recompute_seconds.ravel()[place] += op.op.seconds
         for parameter in op.parameters:
-            for gradient_return in flat.returns_of[parameter]:
+            for gradient_return in flat.returns_of_parameter[parameter]:
                 self._return_delayed_gradient(gradient_return, parameter, position, place, columns)
 
     def _return_delayed_gradient(self, index: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
@@ -272,12 +282,12 @@ class Batch(Needs):
             columns: the candidates that recompute it.
         """
         gradient_return = self.flat.gradient_returns[index]
-        is_last_read = self.parameter_last[parameter][columns] == position
+        is_last_read = self.last_parameter_read[parameter][columns] == position
         is_delayed = position > self._backward_position(index)
         levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[is_last_read & is_delayed]
-        levels[place] += gradient_return.copy
-        peaks[place] = np.maximum(peaks[place], levels[place] + gradient_return.transient)
-        levels[place] -= gradient_return.freed
+        levels[place] += gradient_return.copied_bytes
+        peaks[place] = np.maximum(peaks[place], levels[place] + gradient_return.update_bytes)
+        levels[place] -= gradient_return.freed_bytes
 
     def _backward_position(self, index: int) -> int:
         """Return the position of the backward op after which gradient ``index`` is returned if nothing delays that.
@@ -287,8 +297,8 @@ class Batch(Needs):
         slot's backward op.
         """
         slot = self.flat.gradient_returns[index].slot
-        last_position_in_slot = self.slot_size - 1
-        return slot * self.slot_size + last_position_in_slot
+        last_position_in_slot = self.positions_per_slot - 1
+        return slot * self.positions_per_slot + last_position_in_slot
 
     def _fetch(self, index: int, row: int, columns: Ints) -> None:
         """Decode a value from a form that needs no other operands, just before the value is read.
@@ -301,16 +311,16 @@ class Batch(Needs):
         if not len(columns):
             return
         form, levels, peaks = self.flat.forms[index], self.slot_level.ravel(), self.slot_peak.ravel()
-        slot = self.first[row][columns].astype(np.int64)
-        place, size = slot * self.count + columns, int(self.flat.bytes[row])
+        slot = self.first_needed_slot[row][columns].astype(np.int64)
+        place, size = slot * self.candidate_count + columns, int(self.flat.value_bytes[row])
         # the form is freed only after the value is decoded
         peaks[place] = np.maximum(peaks[place], levels[place] + size + form.fetch_scratch)
         levels[place] += size
         self._free_form(index, slot, columns)
-        self.fetched[index][columns] = True
+        self.is_fetched[index][columns] = True
         self.seconds[columns] += form.fetch_seconds
-        if self.copies is not None:
-            self.spent.ravel()[place] += form.fetch_seconds
+        if self.host_copies is not None:
+            self.recompute_seconds.ravel()[place] += form.fetch_seconds
 
     # -- backward pass
 
@@ -321,26 +331,34 @@ class Batch(Needs):
         passes.
         """
         flat = self.flat
-        for index in flat.plain:
-            last_form_read = self.last_direct[index]
+        for index in flat.encoding_indices:
+            last_form_read = self.last_encoding_read[index]
             frees_form = last_form_read >= 0
             if flat.forms[index].whole:
                 # If the value is decoded no later than the form's last reader, that reader frees the form.
-                row = flat.form_rows[index]
-                decoded_from = self.first[row].astype(np.int64) * self.slot_size
-                frees_form &= ~self.needed[row] | (last_form_read >= decoded_from)
+                row = flat.row_of_form[index]
+                decoded_from = self.first_needed_slot[row].astype(np.int64) * self.positions_per_slot
+                frees_form &= ~self.is_needed[row] | (last_form_read >= decoded_from)
             columns = np.flatnonzero(frees_form)
-            self.frees[last_form_read[columns] // self.slot_size, columns] += flat.form_bytes[index]
-        in_place = np.repeat(flat.in_place[:, None], self.count, axis=1)  # whether each slot's op runs in place
-        for slot, row in flat.overwritten:  # also over a forward value that it is the last to read
-            in_place[slot] |= self.last[row] == slot * self.slot_size + self.slot_size - 1
+            self.freed_by_slot[last_form_read[columns] // self.positions_per_slot, columns] += flat.encoded_bytes[index]
+        in_place = np.repeat(
+            flat.slot_runs_in_place[:, None], self.candidate_count, axis=1
+        )  # whether each slot's op runs in place
+        for slot, row in flat.overwritable_in_slot:  # also over a forward value that it is the last to read
+            in_place[slot] |= (
+                self.last_needed_position[row] == slot * self.positions_per_slot + self.positions_per_slot - 1
+            )
         returns_net, returns_peak = self._gradient_return_levels()
-        net = self.slot_level + flat.net[:, None] - self.frees  # change of the level, without returned gradients
+        net = (
+            self.slot_level + flat.slot_net_bytes[:, None] - self.freed_by_slot
+        )  # change of the level, without returned gradients
         end = boundary + np.cumsum(net + returns_net, axis=0)
         begin = end - net - returns_net
-        in_place_saved = flat.first_result[:, None] - self.direct_saved
+        in_place_saved = flat.slot_bytes_saved_in_place[:, None] - self.encoding_reader_unsaved
         # all relative to the level at the slot's beginning
-        backward_op_level = self.slot_level + flat.during[:, None] + self.slot_scratch - in_place * in_place_saved
+        backward_op_level = (
+            self.slot_level + flat.slot_op_bytes[:, None] + self.encoding_reader_scratch - in_place * in_place_saved
+        )
         slots = begin + np.maximum(np.maximum(self.slot_peak, backward_op_level), net + returns_peak)
         return slots, end[-1]
 
@@ -353,14 +371,14 @@ class Batch(Needs):
         """
         flat = self.flat
         if not flat.has_delayed_returns:
-            return flat.returns_net[:, None], flat.returns_peak[:, None]
-        net = np.zeros((flat.slots, self.count), dtype=np.int64)
-        peak = np.zeros((flat.slots, self.count), dtype=np.int64)
+            return flat.returned_net_bytes[:, None], flat.returned_peak_bytes[:, None]
+        net = np.zeros((flat.slot_count, self.candidate_count), dtype=np.int64)
+        peak = np.zeros((flat.slot_count, self.candidate_count), dtype=np.int64)
         for index, gradient_return in enumerate(flat.gradient_returns):
-            slot, on_time = gradient_return.slot, np.ones(self.count, dtype=bool)
-            if gradient_return.parameter is not None:
-                on_time = self.parameter_last[gradient_return.parameter] <= self._backward_position(index)
-            net[slot] += on_time * gradient_return.copy
-            np.maximum(peak[slot], net[slot] + gradient_return.transient, out=peak[slot], where=on_time)
-            net[slot] -= on_time * gradient_return.freed
+            slot, on_time = gradient_return.slot, np.ones(self.candidate_count, dtype=bool)
+            if gradient_return.changing_parameter is not None:
+                on_time = self.last_parameter_read[gradient_return.changing_parameter] <= self._backward_position(index)
+            net[slot] += on_time * gradient_return.copied_bytes
+            np.maximum(peak[slot], net[slot] + gradient_return.update_bytes, out=peak[slot], where=on_time)
+            net[slot] -= on_time * gradient_return.freed_bytes
         return net, peak

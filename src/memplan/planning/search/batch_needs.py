@@ -28,66 +28,68 @@ class Needs:
             columns: the candidates' decisions: a row for each of ``flat.recomputable_values``, then for each of
                 ``flat.forms``.
         """
-        self.flat, self.count = flat, columns.shape[1]
-        self.slot_size = len(flat.forward) + 1
+        self.flat, self.candidate_count = flat, columns.shape[1]
+        self.positions_per_slot = len(flat.forward_ops) + 1
         """Number of positions in a slot."""
-        count, drops = self.count, len(flat.droppable)
+        count, drops = self.candidate_count, len(flat.droppable)
         # which forms are used, and which values are recomputed
-        self.formed = columns[drops:].copy()
+        self.uses_form = columns[drops:].copy()
         """(form, candidate): whether the candidate uses the form. Of several forms that a value can be fetched from,
         only the first is used."""
-        self.dropped = np.zeros((len(flat.values), count), dtype=bool)
+        self.recomputes = np.zeros((len(flat.values), count), dtype=bool)
         """(row, candidate): whether the candidate recomputes the value if it is needed."""
-        self.dropped[flat.drop_rows] = columns[:drops]
-        for row, forms in flat.fetchable_forms_of.items():
+        self.recomputes[flat.drop_rows] = columns[:drops]
+        for row, forms in flat.fetchable_forms_of_row.items():
             for k, index in enumerate(forms):
                 for earlier in forms[:k]:
-                    self.formed[index] &= ~self.formed[earlier]
-                self.dropped[row] &= ~self.formed[index]  # it is fetched instead
-        self.copied = self.formed[len(flat.plain) :]
+                    self.uses_form[index] &= ~self.uses_form[earlier]
+                self.recomputes[row] &= ~self.uses_form[index]  # it is fetched instead
+        self.uses_host_copy = self.uses_form[len(flat.encoding_indices) :]
         """(copied form, candidate): the rows of ``uses_form`` for copies to host memory."""
-        self.copied_rows = flat.form_rows[len(flat.plain) :]
+        self.row_of_host_copy = flat.row_of_form[len(flat.encoding_indices) :]
         """Row of the value of each copied form."""
-        self.any_dropped = [bool(row.any()) for row in self.dropped]
+        self.any_recomputes = [bool(row.any()) for row in self.recomputes]
         """By row: whether any candidate recomputes the value."""
         # when each value is needed: from the reads of backward ops, then in reverse from those of recomputed ops
-        self.recomputed_in: dict[int, Ints] = {}
+        self.recompute_slots: dict[int, Ints] = {}
         """Row -> slot in which the value is recomputed, by candidate; NEVER if it is not."""
-        self.fetched_in: dict[int, Ints] = {}
+        self.fetch_slots: dict[int, Ints] = {}
         """Encoding that is fetched with other operands -> slot in which the value is fetched from it, by candidate."""
-        self.first = np.full((len(flat.values), count), NEVER, dtype=np.int32)
+        self.first_needed_slot = np.full((len(flat.values), count), NEVER, dtype=np.int32)
         """(row, candidate): slot in which the value is first needed."""
-        self.last = np.full((len(flat.values), count), -1, dtype=np.int32)
+        self.last_needed_position = np.full((len(flat.values), count), -1, dtype=np.int32)
         """(row, candidate): position at which the value is last needed; -1 if it is not."""
-        self.parameter_last = {v: np.full(count, -1, dtype=np.int32) for v in flat.returns_of}
+        self.last_parameter_read = {v: np.full(count, -1, dtype=np.int32) for v in flat.returns_of_parameter}
         """By parameter: position of the last recomputed op that reads it, which delays the return of its gradient; by
         candidate, -1 if there is none."""
-        self.last_direct = np.full((len(flat.plain), count), -1, dtype=np.int32)
+        self.last_encoding_read = np.full((len(flat.encoding_indices), count), -1, dtype=np.int32)
         """(encoding, candidate): the position at which an op last reads the encoding itself; -1 if none does."""
-        self.slot_scratch = np.zeros((flat.slots, count), dtype=np.int64)
+        self.encoding_reader_scratch = np.zeros((flat.slot_count, count), dtype=np.int64)
         """(slot, candidate): scratch bytes that the backward op needs more if it reads an encoding, not the value."""
-        self.direct_saved = np.zeros((flat.slots, count), dtype=np.int64)
+        self.encoding_reader_unsaved = np.zeros((flat.slot_count, count), dtype=np.int64)
         """(slot, candidate): scratch bytes that the backward op would save in place, but not if it reads an encoding.
         """
         self._add_backward_reads()
-        for index in range(len(self.flat.forward) - 1, -1, -1):
+        for index in range(len(self.flat.forward_ops) - 1, -1, -1):
             self._add_operands_of(index)
         # what is saved for that: the value itself, or a form that a candidate uses and needs
-        self.needed = self.first < NEVER
+        self.is_needed = self.first_needed_slot < NEVER
         """(row, candidate): whether the backward pass needs the value, in any form."""
-        self.saved_as_is = self.needed & ~self.dropped
+        self.saved_as_is = self.is_needed & ~self.recomputes
         """(row, candidate): whether the value itself is saved."""
-        self.used = self.last_direct >= 0
+        self.saves_encoding = self.last_encoding_read >= 0
         """(encoding, candidate): whether the encoding is saved."""
-        for row, forms in flat.fetchable_forms_of.items():
+        for row, forms in flat.fetchable_forms_of_row.items():
             for index in forms:
-                if index in flat.plain:
-                    self.saved_as_is[row] &= ~self.formed[index]
-                    self.used[index] |= self.formed[index] & self.needed[row]
-        needs_copy = self.copied & self.needed[self.copied_rows]
-        self.copies = Copies(flat, needs_copy, self.first[self.copied_rows]) if needs_copy.any() else None
+                if index in flat.encoding_indices:
+                    self.saved_as_is[row] &= ~self.uses_form[index]
+                    self.saves_encoding[index] |= self.uses_form[index] & self.is_needed[row]
+        needs_copy = self.uses_host_copy & self.is_needed[self.row_of_host_copy]
+        self.host_copies = (
+            Copies(flat, needs_copy, self.first_needed_slot[self.row_of_host_copy]) if needs_copy.any() else None
+        )
         """Copies to host memory; None if no candidate needs any."""
-        for index, row in enumerate(self.copied_rows):
+        for index, row in enumerate(self.row_of_host_copy):
             self.saved_as_is[row] &= ~needs_copy[index]
 
     def _add_backward_reads(self) -> None:
@@ -95,25 +97,31 @@ class Needs:
 
         An op that can read an encoding does not need the value if the candidate saves that encoding.
         """
-        flat, backward_op = self.flat, self.slot_size - 1  # the backward op's position within its slot
-        self.first[:] = flat.first_read[:, None]
-        self.last[:] = np.where(flat.last_read < 0, -1, flat.last_read * self.slot_size + backward_op)[:, None]
+        flat, backward_op = self.flat, self.positions_per_slot - 1  # the backward op's position within its slot
+        self.first_needed_slot[:] = flat.first_reading_slot[:, None]
+        self.last_needed_position[:] = np.where(
+            flat.last_reading_slot < 0, -1, flat.last_reading_slot * self.positions_per_slot + backward_op
+        )[:, None]
         for slot, readable in flat.direct:  # (form, row) of the forms that the slot's op can read
-            reads_some_form = np.zeros(self.count, dtype=bool)
-            position = slot * self.slot_size + backward_op
+            reads_some_form = np.zeros(self.candidate_count, dtype=bool)
+            position = slot * self.positions_per_slot + backward_op
             reads_form_of: dict[int, Any] = {}
             """By row: which candidates read a saved form instead of the value."""
             for index, row in readable:
-                reads_form = self.formed[index] & ~reads_some_form  # an op reads a single form
+                reads_form = self.uses_form[index] & ~reads_some_form  # an op reads a single form
                 reads_some_form |= reads_form
                 reads_form_of[row] = reads_form_of.get(row, False) | reads_form
-                np.maximum(self.last_direct[index], position, out=self.last_direct[index], where=reads_form)
+                np.maximum(
+                    self.last_encoding_read[index], position, out=self.last_encoding_read[index], where=reads_form
+                )
                 op = flat.graph.backward_ops[slot - 1]  # slot 0 has no backward op
-                self.slot_scratch[slot] += reads_form * (flat.forms[index].direct_scratch - op.scratch)
-                self.direct_saved[slot] += reads_form * op.scratch_saved
+                self.encoding_reader_scratch[slot] += reads_form * (flat.forms[index].direct_scratch - op.scratch)
+                self.encoding_reader_unsaved[slot] += reads_form * op.scratch_saved
             for row, reads_form in reads_form_of.items():  # the others read the value itself
-                np.minimum(self.first[row], slot, out=self.first[row], where=~reads_form)
-                np.maximum(self.last[row], position, out=self.last[row], where=~reads_form)
+                np.minimum(self.first_needed_slot[row], slot, out=self.first_needed_slot[row], where=~reads_form)
+                np.maximum(
+                    self.last_needed_position[row], position, out=self.last_needed_position[row], where=~reads_form
+                )
 
     def _add_operands_of(self, index: int) -> None:
         """Mark the operands of a forward op as needed in the slots where it is recomputed, and those of the decodings
@@ -123,10 +131,10 @@ class Needs:
         """
         op = self.flat.recompute_ops[index]
         for row in op.makes:
-            if self.any_dropped[row]:
-                self._add_operands(index, op, self.dropped[row], row, self.recomputed_in, key=row)
-        for form, row in self.flat.operand_fetches_at[index]:
-            self._add_operands(index, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, key=form)
+            if self.any_recomputes[row]:
+                self._add_operands(index, op, self.recomputes[row], row, self.recompute_slots, key=row)
+        for form, row in self.flat.encodings_fetched_with_operands[index]:
+            self._add_operands(index, self.flat.fetch_ops[form], self.uses_form[form], row, self.fetch_slots, key=form)
 
     def _add_operands(
         self, index: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
@@ -142,15 +150,15 @@ class Needs:
             slots: `recompute_slots` or `fetch_slots`.
             key: row of the value in the first, number of the form in the second.
         """
-        slot = np.where(chosen, self.first[row], NEVER)
+        slot = np.where(chosen, self.first_needed_slot[row], NEVER)
         runs = slot < NEVER
         if not runs.any():
             return
         slots[key] = slot
         # 0 instead of NEVER before the product, which would overflow
-        position = np.where(runs, np.where(runs, slot, 0) * self.slot_size + index, -1)
+        position = np.where(runs, np.where(runs, slot, 0) * self.positions_per_slot + index, -1)
         for read in op.reads:
-            np.minimum(self.first[read], slot, out=self.first[read])
-            np.maximum(self.last[read], position, out=self.last[read])
+            np.minimum(self.first_needed_slot[read], slot, out=self.first_needed_slot[read])
+            np.maximum(self.last_needed_position[read], position, out=self.last_needed_position[read])
         for parameter in op.parameters:
-            np.maximum(self.parameter_last[parameter], position, out=self.parameter_last[parameter])
+            np.maximum(self.last_parameter_read[parameter], position, out=self.last_parameter_read[parameter])

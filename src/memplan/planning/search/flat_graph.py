@@ -29,13 +29,13 @@ class GradientReturn:
 
     slot: int
     """Slot after whose backward op it happens, unless a recomputed op reads the parameter later."""
-    copy: int
+    copied_bytes: int
     """Bytes of the gradient's copy that the receiver keeps; 0 without a copy."""
-    transient: int
+    update_bytes: int
     """Bytes that an optimizer which updates the parameter at once allocates meanwhile."""
-    freed: int
+    freed_bytes: int
     """Bytes of the gradient that are freed afterwards."""
-    parameter: int | None
+    changing_parameter: int | None
     """The parameter, if it may change at once: its last read has to come before. None if it does not change."""
 
 
@@ -63,11 +63,11 @@ class FlatGraph:
 
     def __init__(self, graph: JointGraph, outside_memory: OutsideMemory, gradients: GradientUse = STAYS) -> None:
         self.graph, self.outside_memory, self.gradients = graph, outside_memory, gradients
-        self.base = base_level(graph, Choices(gradients=gradients), outside_memory)
+        self.always_live_bytes = base_level(graph, Choices(gradients=gradients), outside_memory)
         """Bytes that are live during the whole step."""
-        self.outputs = {graph.base(value) for value in graph.outputs}
+        self.output_bases = {graph.base(value) for value in graph.outputs}
         """Values that own the memory of the step's outputs."""
-        self.resident = {value.id for value in graph.values if value.kind in RESIDENT}
+        self.resident_values = {value.id for value in graph.values if value.kind in RESIDENT}
         """Values of parameters, buffers, inputs and constants."""
         self.tangents = {value.id for value in graph.values if value.kind == "tangent"}
         """Gradients of the outputs."""
@@ -76,9 +76,9 @@ class FlatGraph:
         """By row: the forward value."""
         self.row = {value: row for row, value in enumerate(self.values)}
         """By forward value: its row."""
-        self.bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
+        self.value_bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
         """By row: bytes of the value."""
-        self.is_output = np.array([value in self.outputs for value in self.values], dtype=bool)
+        self.is_output = np.array([value in self.output_bases for value in self.values], dtype=bool)
         """By row: whether the value has the memory of an output of the step."""
         can_rerun = recomputable(graph)
         self.droppable = tuple(value for value in self.values if value in can_rerun)
@@ -86,26 +86,26 @@ class FlatGraph:
         self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
         """Their rows."""
         # forms in which they may be saved
-        self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.outputs)
+        self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.output_bases)
         """Saved forms by rank: copies last."""
-        self.form_rows = [self.row[form.value] for form in self.forms]
+        self.row_of_form = [self.row[form.value] for form in self.forms]
         """By form: the row of its value."""
-        self.form_bytes = [graph.values[form.encoded].bytes for form in self.forms]
+        self.encoded_bytes = [graph.values[form.encoded].bytes for form in self.forms]
         """By form: bytes of the encoding."""
-        self.copied = range(sum(not form.is_copied for form in self.forms), len(self.forms))
+        self.host_copy_indices = range(sum(not form.is_copied for form in self.forms), len(self.forms))
         """Indices of the forms that are copies to host memory."""
-        self.plain = range(self.copied.start)
+        self.encoding_indices = range(self.host_copy_indices.start)
         """Indices of the other forms: encodings on the device."""
-        self.plain_forms_of: dict[int, list[int]] = defaultdict(list)
+        self.encodings_of_row: dict[int, list[int]] = defaultdict(list)
         """By row: indices of the value's encodings."""
-        self.fetchable_forms_of: dict[int, list[int]] = defaultdict(list)
+        self.fetchable_forms_of_row: dict[int, list[int]] = defaultdict(list)
         """By row, ascending: the forms, copies included, that the value can be fetched from. The first chosen form is
         used."""
-        for index, row in sorted(enumerate(self.form_rows), key=lambda item: (item[1], item[0])):
-            if index in self.plain:
-                self.plain_forms_of[row].append(index)
+        for index, row in sorted(enumerate(self.row_of_form), key=lambda item: (item[1], item[0])):
+            if index in self.encoding_indices:
+                self.encodings_of_row[row].append(index)
             if self.forms[index].whole:
-                self.fetchable_forms_of[row].append(index)
+                self.fetchable_forms_of_row[row].append(index)
         # ops, and when they read and write which values
         self.gradient_returns: tuple[GradientReturn, ...] = ()
         self.has_delayed_returns = False
@@ -116,7 +116,7 @@ class FlatGraph:
         self._collect_readers()
         self.maker = np.array([0] * len(self.values), dtype=np.int64)
         """By row: position of the forward op that makes the value."""
-        for index, op in enumerate(self.forward):
+        for index, op in enumerate(self.forward_ops):
             self.maker[list(op.makes)] = index
         self._compute_shared_arrays()
         self.regular = self._supports_batches()
@@ -128,39 +128,41 @@ class FlatGraph:
         """Set what does not depend on the choices: by slot, the bytes of gradients, tangents and the results of
         backward ops."""
         graph = self.graph
-        self.slots = len(graph.backward_ops) + 1
+        self.slot_count = len(graph.backward_ops) + 1
         """Number of slots."""
         last_slot = dict.fromkeys(self.tangents, 0)  # by value: the slot of its last use
         for slot, op in enumerate(graph.backward_ops, 1):
             last_slot.update((value, slot) for value in (*op.reads, *op.makes))
         kept_by_autograd = self._compute_gradient_returns(last_slot)
         gradients = {graph.base(gradient) for _, gradient in graph.gradients}
-        self.during = np.zeros(self.slots, dtype=np.int64)
+        self.slot_op_bytes = np.zeros(self.slot_count, dtype=np.int64)
         """Bytes that the slot's op allocates: its results and scratch."""
-        self.net = np.zeros(self.slots, dtype=np.int64)
+        self.slot_net_bytes = np.zeros(self.slot_count, dtype=np.int64)
         """Change of the level by the slot's op: its results, less gradients and tangents that are freed after it."""
-        self.first_result = np.zeros(self.slots, dtype=np.int64)
+        self.slot_bytes_saved_in_place = np.zeros(self.slot_count, dtype=np.int64)
         """Bytes of ``slot_op_bytes`` that the op does not need if its first result overwrites an operand."""
-        self.in_place = np.zeros(self.slots, dtype=bool)
+        self.slot_runs_in_place = np.zeros(self.slot_count, dtype=bool)
         """Whether the slot's op overwrites an operand that is no forward value."""
-        self.during[0] = self.net[0] = sum(graph.values[value].bytes for value in self.tangents)
-        self.during[0] += self.outside_memory.loss_bytes
+        self.slot_op_bytes[0] = self.slot_net_bytes[0] = sum(graph.values[value].bytes for value in self.tangents)
+        self.slot_op_bytes[0] += self.outside_memory.loss_bytes
         held_tangents = {value for value in self.tangents if graph.values[value].held}
-        fixed = self.resident | self.outputs | kept_by_autograd | gradients | held_tangents  # not freed by ops
+        fixed = (
+            self.resident_values | self.output_bases | kept_by_autograd | gradients | held_tangents
+        )  # not freed by ops
         for value, slot in last_slot.items():
             if value not in fixed and value not in self.row:
-                self.net[slot] -= graph.values[value].bytes
-        self.overwritten: list[tuple[int, int]] = []
+                self.slot_net_bytes[slot] -= graph.values[value].bytes
+        self.overwritable_in_slot: list[tuple[int, int]] = []
         """(slot, row) of forward values that a backward op can overwrite with its result."""
         for slot, op in enumerate(graph.backward_ops, 1):
             result_bytes = sum(graph.values[value].bytes for value in op.makes)
-            self.during[slot] = result_bytes + op.discarded + op.scratch
-            self.net[slot] += result_bytes
+            self.slot_op_bytes[slot] = result_bytes + op.discarded + op.scratch
+            self.slot_net_bytes[slot] += result_bytes
             if op.makes:
-                self.first_result[slot] = graph.values[op.makes[0]].bytes + op.scratch_saved
+                self.slot_bytes_saved_in_place[slot] = graph.values[op.makes[0]].bytes + op.scratch_saved
                 candidates = [v for v in op.overwrites if v not in fixed and v not in self.tangents]
-                self.in_place[slot] = any(last_slot[v] == slot for v in candidates if v not in self.row)
-                self.overwritten += [(slot, self.row[v]) for v in candidates if v in self.row]
+                self.slot_runs_in_place[slot] = any(last_slot[v] == slot for v in candidates if v not in self.row)
+                self.overwritable_in_slot += [(slot, self.row[v]) for v in candidates if v in self.row]
 
     def _compute_gradient_returns(self, last_slot: dict[int, int]) -> set[int]:
         """Set ``gradient_returns``, and return the bases of the gradients that autograd keeps as they are.
@@ -178,16 +180,18 @@ class FlatGraph:
             if value not in copied_values and not freed:
                 kept_by_autograd.add(base)
             updated = self.gradients.updates and graph.values[value].kind == "parameter"
-            transient = self.outside_memory.update_by_parameter.get(value, 0) + copied_bytes if updated else 0
+            update_bytes = self.outside_memory.update_by_parameter.get(value, 0) + copied_bytes if updated else 0
             kept_copy, parameter = 0 if freed else copied_bytes, graph.base(value) if changed else None
-            returns.append(GradientReturn(slot, kept_copy, transient, freed=0, parameter=parameter))
+            returns.append(GradientReturn(slot, kept_copy, update_bytes, freed_bytes=0, changing_parameter=parameter))
             bases.append(base)
         # memory that several gradients share is freed with the last return
         last_return = {bases[k]: k for k in sorted(range(len(returns)), key=lambda k: (returns[k].slot, k))}
-        for base in last_return.keys() - (self.resident | self.outputs | kept_by_autograd):
-            returns[last_return[base]] = replace(returns[last_return[base]], freed=graph.values[base].bytes)
+        for base in last_return.keys() - (self.resident_values | self.output_bases | kept_by_autograd):
+            returns[last_return[base]] = replace(returns[last_return[base]], freed_bytes=graph.values[base].bytes)
         self.gradient_returns = tuple(returns)
-        delayed = [base for base, returned in zip(bases, returns, strict=True) if returned.parameter is not None]
+        delayed = [
+            base for base, returned in zip(bases, returns, strict=True) if returned.changing_parameter is not None
+        ]
         self.has_delayed_returns = bool(delayed)
         self.has_shared_delayed_returns = any(gradients_in_base[base] > 1 for base in delayed)
         return kept_by_autograd
@@ -198,13 +202,15 @@ class FlatGraph:
         """Set the forward ops, the ops that recompute their results and the decodings of encodings, with values as
         rows."""
         graph = self.graph
-        updated = {returned.parameter for returned in self.gradient_returns if returned.parameter is not None}
-        size = {row: int(b) for row, b in enumerate(self.bytes)}
+        updated = {
+            returned.changing_parameter for returned in self.gradient_returns if returned.changing_parameter is not None
+        }
+        size = {row: int(b) for row, b in enumerate(self.value_bytes)}
 
         def flat(op: GraphOp) -> ForwardOp:
             """Return an op with its forward values as rows."""
             makes = tuple(self.row[value] for value in op.makes)
-            free_operands = (value for value in op.overwrites if value not in self.outputs)
+            free_operands = (value for value in op.overwrites if value not in self.output_bases)
             return ForwardOp(
                 op,
                 makes,
@@ -215,29 +221,33 @@ class FlatGraph:
                 in_place_saved=size[makes[0]] + op.scratch_saved if makes else 0,
             )
 
-        self.forward = tuple(flat(op) for op in graph.forward_ops)
+        self.forward_ops = tuple(flat(op) for op in graph.forward_ops)
         self.recompute_ops = tuple(
-            op if op.op.cheaper_recompute is None else flat(op.op.cheaper_recompute) for op in self.forward
+            op if op.op.cheaper_recompute is None else flat(op.op.cheaper_recompute) for op in self.forward_ops
         )
         """By forward op: the op that recomputes its results."""
-        self.fetch_ops = [flat(self._fetch_op(self.forms[index])) for index in self.plain]
+        self.fetch_ops = [flat(self._fetch_op(self.forms[index])) for index in self.encoding_indices]
         """By encoding: its decoding as an op."""
-        self.operand_fetches_at: list[list[tuple[int, int]]] = []
+        self.encodings_fetched_with_operands: list[list[tuple[int, int]]] = []
         """By forward op: (form, row) of those encodings of its results whose decoding needs other operands."""
-        for op in self.forward:
-            forms = [(form, row) for row in op.makes for form in self.plain_forms_of.get(row, ())]
-            self.operand_fetches_at.append([(form, row) for form, row in forms if self.forms[form].also_reads])
-        self.simple_fetches_of: dict[int, list[int]] = {}
+        for op in self.forward_ops:
+            forms = [(form, row) for row in op.makes for form in self.encodings_of_row.get(row, ())]
+            self.encodings_fetched_with_operands.append(
+                [(form, row) for form, row in forms if self.forms[form].also_reads]
+            )
+        self.encodings_fetched_alone: dict[int, list[int]] = {}
         """By row, ascending: the encodings whose decoding needs no other operands."""
-        for row, fetchable in self.fetchable_forms_of.items():
-            simple = [index for index in fetchable if index in self.plain and not self.forms[index].also_reads]
+        for row, fetchable in self.fetchable_forms_of_row.items():
+            simple = [
+                index for index in fetchable if index in self.encoding_indices and not self.forms[index].also_reads
+            ]
             if simple:
-                self.simple_fetches_of[row] = simple
-        self.returns_of = defaultdict[int, list[int]](list)
+                self.encodings_fetched_alone[row] = simple
+        self.returns_of_parameter = defaultdict[int, list[int]](list)
         """Parameter that may change at once -> indices in ``gradient_returns``."""
         for index, returned in enumerate(self.gradient_returns):
-            if returned.parameter is not None:
-                self.returns_of[returned.parameter].append(index)
+            if returned.changing_parameter is not None:
+                self.returns_of_parameter[returned.changing_parameter].append(index)
 
     def _fetch_op(self, form: SavedForm) -> GraphOp:
         """Return the decoding of a value from a saved form as an op, to be treated like its recomputation."""
@@ -249,13 +259,13 @@ class FlatGraph:
     def _compute_last_uses(self) -> None:
         """Set the forward op that uses each value last, and the op after which it is freed: later for the new value of
         a buffer, which is written only after the last op that reads the buffer."""
-        position = {op.op.index: index for index, op in enumerate(self.forward)}
-        last_op = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
-        self.used_last = np.array([position[last_op[value]] for value in self.values], dtype=np.int64)
+        position = {op.op.index: index for index, op in enumerate(self.forward_ops)}
+        last_op = {value: op.op.index for op in self.forward_ops for value in (*op.op.reads, *op.op.makes)}
+        self.last_forward_use = np.array([position[last_op[value]] for value in self.values], dtype=np.int64)
         """By row: position of the forward op that uses the value last."""
-        self.freed_at = self.used_last.copy()
+        self.freed_at = self.last_forward_use.copy()
         """By row: position of the forward op after which the value is freed."""
-        self.written = np.zeros(len(self.values), dtype=bool)
+        self.is_written_into_buffer = np.zeros(len(self.values), dtype=bool)
         """By row: whether the value is written into a buffer."""
         for buffer, source in self.graph.mutations:
             base = self.graph.base(source)
@@ -263,15 +273,15 @@ class FlatGraph:
                 row = self.row[base]
                 written_after = max(last_op.get(buffer, -1), last_op[base])
                 self.freed_at[row] = max(self.freed_at[row], position[written_after])
-                self.written[row] = True
+                self.is_written_into_buffer[row] = True
 
     def _collect_readers(self) -> None:
         """List the backward ops that read each forward value, and those that can read an encoding of it instead."""
         readable_forms: dict[tuple[int, int], list[int]] = defaultdict(list)
         """By (op, row): the encodings of the value that the op can read in its place."""
-        for index in self.plain:
+        for index in self.encoding_indices:
             for op in self.forms[index].direct:
-                readable_forms[op, self.form_rows[index]].append(index)
+                readable_forms[op, self.row_of_form[index]].append(index)
         self.readers: list[list[int]] = [[] for _ in self.values]
         """By row: slots whose backward op has to read the value itself."""
         self.direct: list[tuple[int, list[tuple[int, int]]]] = []
@@ -289,34 +299,36 @@ class FlatGraph:
     def _compute_shared_arrays(self) -> None:
         """Compute the arrays that all candidates share."""
         never = np.iinfo(np.int32).max
-        self.first_read = np.array([slots[0] if slots else never for slots in self.readers], dtype=np.int32)
-        self.last_read = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
+        self.first_reading_slot = np.array([slots[0] if slots else never for slots in self.readers], dtype=np.int32)
+        self.last_reading_slot = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
         """By row: first and last slot whose backward op has to read the value itself; the largest int32 and -1 if none
         has."""
-        result_bytes = [sum(int(self.bytes[row]) for row in op.makes) for op in self.forward]
+        result_bytes = [sum(int(self.value_bytes[row]) for row in op.makes) for op in self.forward_ops]
         self.result_bytes = np.array(result_bytes, dtype=np.int64)
         """By forward op: bytes of all results."""
-        self.forward_during = np.array([op.during for op in self.forward], dtype=np.int64)
+        self.forward_op_bytes = np.array([op.during for op in self.forward_ops], dtype=np.int64)
         """By forward op: bytes of all results and scratch."""
-        self.forward_overwrites: list[tuple[int, list[int]]] = []
+        self.overwritable_by_op: list[tuple[int, list[int]]] = []
         """(forward op, rows of the operands that its first result can overwrite, if a candidate frees them there)."""
-        for index, op in enumerate(self.forward):
-            rows = [row for row in op.overwrites if self.freed_at[row] == index and not self.written[row]]
+        for index, op in enumerate(self.forward_ops):
+            rows = [
+                row for row in op.overwrites if self.freed_at[row] == index and not self.is_written_into_buffer[row]
+            ]
             if op.makes and rows:
-                self.forward_overwrites.append((index, rows))
-        self.by_freed = np.argsort(self.freed_at, kind="stable")
+                self.overwritable_by_op.append((index, rows))
+        self.rows_by_free = np.argsort(self.freed_at, kind="stable")
         """Rows in the order in which the values are freed in the forward pass."""
-        self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
+        self.freeing_ops, self.first_freed_by_op = np.unique(self.freed_at[self.rows_by_free], return_index=True)
         """Forward ops after which values are freed, and where those of each begin in ``rows_by_free``."""
-        self.returns_net = np.zeros(self.slots, dtype=np.int64)
+        self.returned_net_bytes = np.zeros(self.slot_count, dtype=np.int64)
         """Change of the level by the gradients that are returned in each slot."""
-        self.returns_peak = np.zeros(self.slots, dtype=np.int64)
+        self.returned_peak_bytes = np.zeros(self.slot_count, dtype=np.int64)
         """Highest level while these are returned, by slot, relative to that before."""
         for returned in self.gradient_returns:
-            self.returns_net[returned.slot] += returned.copy
-            level = self.returns_net[returned.slot] + returned.transient
-            self.returns_peak[returned.slot] = max(self.returns_peak[returned.slot], level)
-            self.returns_net[returned.slot] -= returned.freed
+            self.returned_net_bytes[returned.slot] += returned.copied_bytes
+            level = self.returned_net_bytes[returned.slot] + returned.update_bytes
+            self.returned_peak_bytes[returned.slot] = max(self.returned_peak_bytes[returned.slot], level)
+            self.returned_net_bytes[returned.slot] -= returned.freed_bytes
 
     def _supports_batches(self) -> bool:
         """Return whether the batch evaluator supports the graph.
@@ -326,6 +338,6 @@ class FlatGraph:
         """
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
-        has_foreign_gradient = any(value in self.row or value in self.resident for value in bases)
-        has_late_write = any(value not in self.row and value not in self.resident for value in sources)
+        has_foreign_gradient = any(value in self.row or value in self.resident_values for value in bases)
+        has_late_write = any(value not in self.row and value not in self.resident_values for value in sources)
         return not (has_foreign_gradient or has_late_write or self.has_shared_delayed_returns)

@@ -65,9 +65,9 @@ class LocalSearch:
         self.drop_count = len(self.flat.droppable)
         """Number of the first rows of a candidate, which say what is recomputed; the others say which forms are used.
         """
-        self.row = {int(row): index for index, row in enumerate(self.flat.drop_rows)}
+        self.recompute_decision_of_row = {int(row): index for index, row in enumerate(self.flat.drop_rows)}
         """By number of a recomputable forward value: the row of a candidate that says whether it is recomputed."""
-        self.large = self.flat.bytes[self.flat.drop_rows] > small
+        self.may_recompute = self.flat.value_bytes[self.flat.drop_rows] > small
         """By row of a candidate: whether the value is large enough to be recomputed."""
         self.all_moves = self._all_moves()
 
@@ -88,11 +88,19 @@ class LocalSearch:
         not, together with either for its value.
         """
         flat, moves = self.flat, list[Move]()
-        for row in np.flatnonzero(self.large).tolist():
+        for row in np.flatnonzero(self.may_recompute).tolist():
             moves += [((row,), (recompute,)) for recompute in (True, False)]
         for op in flat.recompute_ops:
-            results = [self.row[value] for value in op.makes if value in self.row and self.large[self.row[value]]]
-            operands = [self.row[value] for value in op.reads if value in self.row and self.large[self.row[value]]]
+            results = [
+                self.recompute_decision_of_row[value]
+                for value in op.makes
+                if value in self.recompute_decision_of_row and self.may_recompute[self.recompute_decision_of_row[value]]
+            ]
+            operands = [
+                self.recompute_decision_of_row[value]
+                for value in op.reads
+                if value in self.recompute_decision_of_row and self.may_recompute[self.recompute_decision_of_row[value]]
+            ]
             if len(results) > 1:
                 moves += [(tuple(results), (recompute,) * len(results)) for recompute in (True, False)]
             for result in results if operands else ():
@@ -100,7 +108,7 @@ class LocalSearch:
                     moves.append(((result, *operands), (recompute, *[not recompute] * len(operands))))
         for row, form in enumerate(flat.forms, self.drop_count):
             moves += [((row,), (used,)) for used in (True, False)]
-            value_row = self.row.get(flat.row[form.value])  # None: the value cannot be recomputed
+            value_row = self.recompute_decision_of_row.get(flat.row[form.value])  # None: the value cannot be recomputed
             if value_row is not None and form.is_copied:
                 moves.append(((row, value_row), (False, True)))  # recompute it instead
             elif value_row is not None:
@@ -113,7 +121,7 @@ class LocalSearch:
         """Mark values that nothing reads as recomputed, so that they are not kept if a later move makes them needed.
         Peak and seconds stay the same."""
         column = state.column.copy()
-        column[: self.drop_count] |= ~state.needed[self.flat.drop_rows] & self.large
+        column[: self.drop_count] |= ~state.needed[self.flat.drop_rows] & self.may_recompute
         return replace(state, column=column)
 
     def moves(self, state: State) -> list[Move]:

@@ -48,7 +48,7 @@ class _Descent:
         self.reserved = 0
         """Bytes that the best state reserves."""
         flat = search.flat
-        self.value_bytes = flat.bytes[[*flat.drop_rows.tolist(), *flat.form_rows]]
+        self.value_bytes = flat.value_bytes[[*flat.drop_rows.tolist(), *flat.row_of_form]]
         """By decision of a candidate: the bytes of the value that it is about."""
 
     def run(self) -> State:

@@ -108,10 +108,10 @@ class Search:
         self.drop_count = len(self.flat.droppable)
         """Number of the first rows of a candidate, which say what is recomputed; the others say which forms are used.
         """
-        negligible = int(self.flat.bytes.max(initial=0)) // 4096  # see Heuristics.small_values
+        negligible = int(self.flat.value_bytes.max(initial=0)) // 4096  # see Heuristics.small_values
         self.small = negligible if self.switches.small_values else 0
         """Bytes up to which values are always saved."""
-        self.relaxation = Relaxation(self.flat, small=negligible)
+        self.relaxation = Relaxation(self.flat, small_bytes=negligible)
         self.lower_bound = self.relaxation.unavoidable.peak
         self.save_all = self.local(budget=0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.earlier_results: list[State] = []
@@ -223,8 +223,8 @@ class Search:
         column = np.zeros(self.evaluator.rows, dtype=bool)
         rows = self.flat.drop_rows
         # recomputed are values of which less than half is kept, used are forms of which more than half is
-        column[: self.drop_count] = (fractions.keep[rows] < 0.5) & (self.flat.bytes[rows] > self.small)
-        column[self.drop_count :] = fractions.forms > 0.5
+        column[: self.drop_count] = (fractions.live_share[rows] < 0.5) & (self.flat.value_bytes[rows] > self.small)
+        column[self.drop_count :] = fractions.live_share_of_form > 0.5
         return [column]
 
     def _optimize(self, budget: int, starts: Iterable[Column]) -> State | None:
@@ -285,7 +285,7 @@ class Search:
         """The candidate that recomputes every value it can."""
         column = np.zeros(self.evaluator.rows, dtype=bool)
         # the first rows say which values are recomputed; small values never are
-        column[: self.drop_count] = self.flat.bytes[self.flat.drop_rows] > self.small
+        column[: self.drop_count] = self.flat.value_bytes[self.flat.drop_rows] > self.small
         return column
 
     @cached_property
