@@ -156,7 +156,7 @@ class Segments:
         """Values that do not depend on data: weights, and what ops compute from these alone."""
         self._fixed = {value.id for value in graph.values if value.kind in ("input", "buffer", "constant")}
         """Values into which no gradient flows."""
-        self._fixed -= {of for of, _ in graph.gradients}
+        self._fixed -= {value for value, _ in graph.gradients}  # inputs may get gradients
         for op in self._ops:
             reads, results = self._nodes[op.index].reads, [value for value in op.outputs if value is not None]
             stops_gradient = op.target == "aten.detach.default" or self._fixed.issuperset(reads)

@@ -91,16 +91,7 @@ class LocalSearch:
         for row in np.flatnonzero(self.may_recompute).tolist():
             moves += [((row,), (recompute,)) for recompute in (True, False)]
         for op in flat.recompute_ops:
-            results = [
-                self.recompute_decision_of_row[value]
-                for value in op.makes
-                if value in self.recompute_decision_of_row and self.may_recompute[self.recompute_decision_of_row[value]]
-            ]
-            operands = [
-                self.recompute_decision_of_row[value]
-                for value in op.reads
-                if value in self.recompute_decision_of_row and self.may_recompute[self.recompute_decision_of_row[value]]
-            ]
+            results, operands = self._decisions_on(op.makes), self._decisions_on(op.reads)
             if len(results) > 1:
                 moves += [(tuple(results), (recompute,) * len(results)) for recompute in (True, False)]
             for result in results if operands else ():
@@ -112,10 +103,14 @@ class LocalSearch:
             if value_row is not None and form.is_copied:
                 moves.append(((row, value_row), (False, True)))  # recompute it instead
             elif value_row is not None:
-                moves += [
-                    ((row, value_row), (used, recomputed)) for used in (True, False) for recomputed in (True, False)
-                ]
+                moves += [((row, value_row), bits) for bits in product((True, False), repeat=2)]  # used, recomputed
         return moves
+
+    def _decisions_on(self, value_rows: Sequence[int]) -> list[int]:
+        """Return the rows of a candidate that say whether these forward values are recomputed, for those that may
+        be."""
+        decisions = (self.recompute_decision_of_row.get(row) for row in value_rows)
+        return [decision for decision in decisions if decision is not None and self.may_recompute[decision]]
 
     def drop_unneeded(self, state: State) -> State:
         """Mark values that nothing reads as recomputed, so that they are not kept if a later move makes them needed.

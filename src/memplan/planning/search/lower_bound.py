@@ -141,9 +141,8 @@ class Unavoidable:
         """
         flat = self.flat
         is_saved = self.not_recomputable & (self.last_read_in_any_form >= 0) & ~flat.is_output
-        stays_live = np.where(
-            flat.is_output, flat.value_bytes, np.where(is_saved, self.smallest_form_bytes, 0)
-        )  # bytes
+        bytes_saved = np.where(is_saved, self.smallest_form_bytes, 0)
+        bytes_staying = np.where(flat.is_output, flat.value_bytes, bytes_saved)
         level, levels = flat.always_live_bytes, np.zeros(len(flat.forward_ops), dtype=np.int64)
         last_used_by: list[list[int]] = [[] for _ in flat.forward_ops]
         for row, index in enumerate(flat.freed_at):
@@ -152,7 +151,7 @@ class Unavoidable:
             in_place_saved = max(0, op.in_place_saved) if op.overwrites and op.makes else 0
             levels[index] = level + op.during - in_place_saved
             level += sum(int(flat.value_bytes[row]) for row in op.makes)
-            level -= sum(int(flat.value_bytes[row] - stays_live[row]) for row in last_used_by[index])
+            level -= sum(int(flat.value_bytes[row] - bytes_staying[row]) for row in last_used_by[index])
         return levels
 
     def _slot_levels(self) -> tuple[Ints, int]:
