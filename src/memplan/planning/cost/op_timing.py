@@ -76,18 +76,18 @@ def with_costs(
     costs, known = _Costs.of(graph), known or {}
     if device is not None or how == "roofline":
         rates = roofline.CPU if device is None else roofline.rates_of(device)
-        seconds = {key: rates.seconds(work) for key, work in costs.works.items()}
+        seconds = {key: rates.seconds(work) for key, work in costs.work_by_signature.items()}
     else:
         unknown = [key for key in _measuring_order(graph, costs) if key not in known]
         measured = _measure_until(graph, costs, unknown, on, seconds_to_measure(on) if limit is None else limit)
-        known_here = {key: known_seconds for key, known_seconds in known.items() if key in costs.works}
-        seconds = _estimate_missing(measured | known_here, costs.works)
+        known_here = {key: known_seconds for key, known_seconds in known.items() if key in costs.work_by_signature}
+        seconds = _estimate_missing(measured | known_here, costs.work_by_signature)
     scratch = _measurements_on(on).scratch  # measured when the ops were timed on a card
     if scratch:
         ops = list[GraphOp]()
         for op in graph.ops:
             declares_requests = bool(op.requests) and op.target in KERNELS  # they are exact
-            key = costs.keys.get((op.index, op.target), "")  # "" for views
+            key = costs.signature_of_op.get((op.index, op.target), "")  # "" for views
             ops.append(op if declares_requests else replace(op, scratch=scratch.get(key, op.scratch)))
         graph = replace(graph, ops=tuple(ops))
     return _with_seconds(graph, costs, {**seconds, **known})
@@ -110,7 +110,7 @@ def step_seconds(graph: JointGraph) -> float:
 
 def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
     """Return the reasons why ops of the graph could not be measured in this process, by `signature`."""
-    refused = _measurements_on(on).refused
+    refused = _measurements_on(on).refusals
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
 
@@ -223,11 +223,11 @@ class _TimedCall:
 class _Costs:
     """What a graph's ops and encodings compute and the calls to time for them, by signature (see `signature`)."""
 
-    keys: Mapping[tuple[int, str], str]
+    signature_of_op: Mapping[tuple[int, str], str]
     """Signatures by index and target of the op: a cheaper recompute op has the index of its op."""
-    works: Mapping[str, Work]
+    work_by_signature: Mapping[str, Work]
     """FLOPs and bytes by signature."""
-    timed: Mapping[str, tuple[_TimedCall, ...]]
+    calls_by_signature: Mapping[str, tuple[_TimedCall, ...]]
     """Calls to measure by signature; its seconds are their sum."""
 
     @classmethod
@@ -248,7 +248,7 @@ class _Costs:
 
     def key(self, op: GraphOp) -> str:
         """Return the signature of an op of the graph."""
-        return self.keys[op.index, op.target]
+        return self.signature_of_op[op.index, op.target]
 
     def seconds(self, graph: JointGraph) -> dict[str, float]:
         """Return the seconds that the ops and encodings of the graph have now, by signature.
@@ -266,7 +266,7 @@ class _Costs:
 
     def roofline_seconds(self) -> dict[str, float]:
         """Return the seconds by roofline, by signature."""
-        return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
+        return {key: roofline.CPU.seconds(work) for key, work in self.work_by_signature.items()}
 
 
 def _with_seconds(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]) -> JointGraph:
@@ -322,16 +322,16 @@ class _Measurements:
     seconds: dict[str, float] = field(default_factory=dict)
     scratch: dict[str, int] = field(default_factory=dict)
     """Bytes of workspace, of ops on a card."""
-    refused: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
     """Reasons why calls were not measured."""
 
 
 _MEASUREMENTS: dict[tuple[str, int], _Measurements] = {}
 
 
-def _measurements_on(on: str) -> _Measurements:
+def _measurements_on(place: str) -> _Measurements:
     """Return this process's measurements on a device with the present number of threads."""
-    return _MEASUREMENTS.setdefault((on, torch.get_num_threads()), _Measurements())
+    return _MEASUREMENTS.setdefault((place, torch.get_num_threads()), _Measurements())
 
 
 def _measuring_order(graph: JointGraph, costs: _Costs) -> list[str]:
@@ -341,7 +341,7 @@ def _measuring_order(graph: JointGraph, costs: _Costs) -> list[str]:
     the longest by roofline first in each.
     """
     recomputable_values, roofline_seconds = recomputable(graph), costs.roofline_seconds()
-    ranks = dict.fromkeys(costs.timed, 1)
+    ranks = dict.fromkeys(costs.calls_by_signature, 1)
     for op in _calls(graph):
         is_recomputable = op.cheaper_recompute is None and any(value in recomputable_values for value in op.makes)
         forward_rank = 0 if is_recomputable else 1
@@ -349,7 +349,7 @@ def _measuring_order(graph: JointGraph, costs: _Costs) -> list[str]:
     return sorted(ranks, key=lambda key: (ranks[key], -roofline_seconds[key]))
 
 
-def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit: float) -> dict[str, float]:
+def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], place: str, limit: float) -> dict[str, float]:
     """Measure calls, and on a card their workspaces, until the limit in seconds is over.
 
     Args:
@@ -361,9 +361,9 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], on: str, l
     Returns:
         The seconds by signature. Calls that could not be measured are missing; `unmeasured` has the reason.
     """
-    measurements, deadline = _measurements_on(on), time.perf_counter() + limit
-    seconds, refused, on_card = measurements.seconds, measurements.refused, torch.device(on).type != "cpu"
-    with isolated(on):
+    measurements, deadline = _measurements_on(place), time.perf_counter() + limit
+    seconds, refused, on_card = measurements.seconds, measurements.refusals, torch.device(place).type != "cpu"
+    with isolated(place):
         for key in keys:
             safe_point()
             if key in seconds or key in refused:
@@ -374,14 +374,16 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], on: str, l
             if on_card and key.partition("(")[0] in NEEDS_SEEDS:
                 refused[key] = "it reads the seeds of its forward pass"
                 continue
-            if costs.works[key].foreign:
+            if costs.work_by_signature[key].foreign:
                 # A collective waits for other processes, and a custom kernel may need valid arguments.
                 refused[key] = "it is not torch's own, and is not run on made-up tensors"
                 continue
             try:
-                if on_card and costs.timed[key]:  # a form that is only read directly has no call
-                    measurements.scratch[key] = workspace_on(on, _synthetic_call(graph, costs.timed[key][0].call, on))
-                seconds[key] = sum(_extra_seconds(graph, timed, on) for timed in costs.timed[key])
+                if on_card and costs.calls_by_signature[key]:  # a form that is only read directly has no call
+                    measurements.scratch[key] = workspace_on(
+                        place, _synthetic_call(graph, costs.calls_by_signature[key][0].call, place)
+                    )
+                seconds[key] = sum(_extra_seconds(graph, timed, place) for timed in costs.calls_by_signature[key])
             except Exception as error:  # any error of the kernel on synthetic arguments
                 refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return {key: seconds[key] for key in keys if key in seconds}
@@ -399,23 +401,26 @@ def isolated(on: str) -> Iterator[None]:
         torch.get_device_module(device).empty_cache()
 
 
-def _extra_seconds(graph: JointGraph, timed: _TimedCall, on: str) -> float:
+def _extra_seconds(graph: JointGraph, timed: _TimedCall, place: str) -> float:
     """Return the seconds of a call, or those it takes longer than the call that it replaces."""
-    seconds = _fastest_run(graph, timed.call, on)
-    return seconds if timed.replaced is None else max(0.0, seconds - _fastest_run(graph, timed.replaced, on))
+    seconds = _fastest_run(graph, timed.call, place)
+    return seconds if timed.replaced is None else max(0.0, seconds - _fastest_run(graph, timed.replaced, place))
 
 
-def _fastest_run(graph: JointGraph, timed_call: Called, on: str) -> float:
+def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
     """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time.
     ``timed_call``: the target, args and kwargs of an op, with a Ref in place of each tensor."""
-    call, synchronize = _synthetic_call(graph, timed_call, on), torch.get_device_module(torch.device(on)).synchronize
+    call, synchronize = (
+        _synthetic_call(graph, timed_call, place),
+        torch.get_device_module(torch.device(place)).synchronize,
+    )
 
     def run() -> float:
         """Run the call once and return its seconds."""
-        synchronize(on)
+        synchronize(place)
         begin = time.perf_counter()
         call()
-        synchronize(on)
+        synchronize(place)
         return time.perf_counter() - begin
 
     total_seconds, times = run(), list[float]()  # the first run also prepares kernels
@@ -448,19 +453,19 @@ def workspace_on(on: str, call: Callable[[], Any]) -> int:
     return min(workspace, round_to_blocks(requested) + ALLOCATOR_BLOCK * (temporaries - 1))
 
 
-def _synthetic_call(graph: JointGraph, target_and_arguments: Called, on: str) -> Callable[[], Any]:
+def _synthetic_call(graph: JointGraph, target_and_arguments: Called, place: str) -> Callable[[], Any]:
     """Return a function that runs an op on synthetic tensors on a device.
 
     ``target_and_arguments``: its target, args and kwargs, with a Ref in place of each tensor. Raises UsageError if the
     op draws from torch's default generator on the CPU.
     """
     target, args, kwargs = target_and_arguments
-    tensors = {value: _synthetic(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
+    tensors = {value: _synthetic(graph.values[value], place) for value in dict.fromkeys(refs((args, kwargs)))}
     args, kwargs = map_refs(args, tensors.__getitem__), map_refs(kwargs, tensors.__getitem__)
     call: Any = torch.ops
     for name in target.split("."):
         call = getattr(call, name)
-    if torch.device(on).type == "cpu":
+    if torch.device(place).type == "cpu":
         call = _torch.drawing_from(call, _generator)
         if call is None:
             raise UsageError(f"{target} draws from torch's own random stream, which other threads may draw from")
@@ -471,16 +476,18 @@ _generator = torch.Generator()
 """Random generator of measurements: torch's default generator belongs to the user, and all threads share it."""
 
 
-def _synthetic(value: Value, on: str) -> torch.Tensor:
+def _synthetic(value: Value, place: str) -> torch.Tensor:
     """Return a tensor on a device with the shape, strides and dtype of a value. It has random numbers between 0.1 and
     1, for which every op is defined, or integer zeros, which are valid indices."""
     count, dtype = spanned_elements(value.shape, value.stride), getattr(torch, value.dtype)
-    generator = _generator if torch.device(on).type == "cpu" else None
+    generator = _generator if torch.device(place).type == "cpu" else None
     if dtype == torch.bool:
-        flat = torch.rand(count, device=on, generator=generator) < 0.5
+        flat = torch.rand(count, device=place, generator=generator) < 0.5
     elif dtype.is_floating_point or dtype.is_complex:  # random numbers, repeated: drawing takes long
-        drawn = torch.rand(min(count, _RANDOM_ELEMENTS), device=on, generator=generator).mul_(0.9).add_(0.1).to(dtype)
+        drawn = (
+            torch.rand(min(count, _RANDOM_ELEMENTS), device=place, generator=generator).mul_(0.9).add_(0.1).to(dtype)
+        )
         flat = drawn.repeat(-(-count // _RANDOM_ELEMENTS))[:count]
     else:
-        flat = torch.zeros(count, dtype=dtype, device=on)
+        flat = torch.zeros(count, dtype=dtype, device=place)
     return flat.as_strided(value.shape, value.stride)

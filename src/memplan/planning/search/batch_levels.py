@@ -78,7 +78,7 @@ class Batch(Needs):
             net += np.diff(change, axis=0, prepend=0)
         during = after - net + flat.forward_op_bytes[:, None]  # the level before each op, and what the op allocates
         for index, operands in flat.overwritable_by_op:
-            during[index] -= self._can_overwrite(operands, freed) * flat.forward_ops[index].in_place_saved
+            during[index] -= self._can_overwrite(operands, freed) * flat.forward_ops[index].bytes_saved_in_place
         if copied_bytes_freed is not None:  # after an op, until the copies that end there are done
             np.maximum(during, after + copied_bytes_freed, out=during, where=copied_bytes_freed > 0)
         self._store(during, after, freed, copied_bytes_freed)
@@ -157,7 +157,7 @@ class Batch(Needs):
             self.slot_level += self.host_copies.allocated_in_backward(flat.slot_count)
             np.maximum(self.slot_peak, self.slot_level, out=self.slot_peak)
         for index, op in enumerate(flat.recompute_ops):  # within a slot, in the order of the forward pass
-            if any(row in self.recompute_slots for row in op.makes):
+            if any(row in self.recompute_slots for row in op.made_rows):
                 self._recompute_op(index)
             for form, row in flat.encodings_fetched_with_operands[index]:
                 if form in self.fetch_slots:
@@ -185,7 +185,7 @@ class Batch(Needs):
         ``index``: position of the op in the forward pass.
         """
         op = self.flat.recompute_ops[index]
-        slot_of_result = [(row, self.recompute_slots[row]) for row in op.makes if row in self.recompute_slots]
+        slot_of_result = [(row, self.recompute_slots[row]) for row in op.made_rows if row in self.recompute_slots]
         for k, (_, slots) in enumerate(slot_of_result):  # `slots`: the slot of each candidate
             runs = slots < NEVER
             for _, earlier_slots in slot_of_result[:k]:  # it runs there already, for an earlier result
@@ -235,7 +235,7 @@ class Batch(Needs):
             wanted: rows of the results, each with the candidates that need it.
         """
         flat = self.flat
-        for row in op.reads:
+        for row in op.read_rows:
             for form in flat.encodings_fetched_alone.get(row, ()):
                 is_first_read = self.first_needed_slot[row][columns] == slot
                 self._fetch(
@@ -247,17 +247,17 @@ class Batch(Needs):
         level = levels[place]
         freed_bytes = np.zeros(len(columns), dtype=np.int64)  # of operands that are read for the last time
         in_place = np.zeros(len(columns), dtype=bool)
-        for row in op.reads:
+        for row in op.read_rows:
             if not flat.is_output[row]:
                 is_last_read = self.last_needed_position[row][columns] == position
                 freed_bytes += is_last_read * flat.value_bytes[row]
-                if row in op.overwrites:
+                if row in op.overwritable_rows:
                     in_place |= is_last_read
-        during = level + op.during
+        during = level + op.bytes_during
         if in_place.any():
             for row, is_wanted in wanted:
-                if row == op.makes[0]:  # only the first result can overwrite an operand
-                    during -= (in_place & is_wanted) * op.in_place_saved
+                if row == op.made_rows[0]:  # only the first result can overwrite an operand
+                    during -= (in_place & is_wanted) * op.bytes_saved_in_place
         peaks[place] = np.maximum(peaks[place], during)
         allocated = sum(
             (is_wanted * flat.value_bytes[row] for row, is_wanted in wanted), np.zeros(len(columns), dtype=np.int64)
@@ -266,7 +266,7 @@ class Batch(Needs):
         self.seconds[columns] += op.op.seconds
         if self.host_copies is not None:
             self.recompute_seconds.ravel()[place] += op.op.seconds
-        for parameter in op.parameters:
+        for parameter in op.changing_parameters:
             for gradient_return in flat.returns_of_parameter[parameter]:
                 self._return_delayed_gradient(gradient_return, parameter, position, place, columns)
 

@@ -130,7 +130,7 @@ class Needs:
         ``index``: position of the op in the forward pass.
         """
         op = self.flat.recompute_ops[index]
-        for row in op.makes:
+        for row in op.made_rows:
             if self.any_recomputes[row]:
                 self._add_operands(index, op, self.recomputes[row], row, self.recompute_slots, key=row)
         for form, row in self.flat.encodings_fetched_with_operands[index]:
@@ -157,8 +157,8 @@ class Needs:
         slots[key] = slot
         # 0 instead of NEVER before the product, which would overflow
         position = np.where(runs, np.where(runs, slot, 0) * self.positions_per_slot + index, -1)
-        for read in op.reads:
+        for read in op.read_rows:
             np.minimum(self.first_needed_slot[read], slot, out=self.first_needed_slot[read])
             np.maximum(self.last_needed_position[read], position, out=self.last_needed_position[read])
-        for parameter in op.parameters:
+        for parameter in op.changing_parameters:
             np.maximum(self.last_parameter_read[parameter], position, out=self.last_parameter_read[parameter])

@@ -44,17 +44,17 @@ class ForwardOp:
     """A forward op, its values as rows."""
 
     op: GraphOp
-    makes: tuple[int, ...]
+    made_rows: tuple[int, ...]
     """Rows of its results."""
-    reads: tuple[int, ...]
+    read_rows: tuple[int, ...]
     """Rows of the forward values it reads, ascending."""
-    parameters: tuple[int, ...]
+    changing_parameters: tuple[int, ...]
     """Ids of parameters that it reads and that may change once their gradient is returned."""
-    overwrites: tuple[int, ...]
+    overwritable_rows: tuple[int, ...]
     """Rows of operands in whose memory its first result can lie."""
-    during: int
+    bytes_during: int
     """Bytes of all its results and its scratch."""
-    in_place_saved: int
+    bytes_saved_in_place: int
     """Bytes of ``bytes_during`` that it does not need if its first result overwrites an operand."""
 
 
@@ -117,7 +117,7 @@ class FlatGraph:
         self.maker = np.array([0] * len(self.values), dtype=np.int64)
         """By row: position of the forward op that makes the value."""
         for index, op in enumerate(self.forward_ops):
-            self.maker[list(op.makes)] = index
+            self.maker[list(op.made_rows)] = index
         self._compute_shared_arrays()
         self.regular = self._supports_batches()
         """Whether candidates can be evaluated in batches; see `_supports_batches`."""
@@ -214,11 +214,11 @@ class FlatGraph:
             return ForwardOp(
                 op,
                 makes,
-                reads=tuple(sorted(self.row[value] for value in op.reads if value in self.row)),
-                parameters=tuple(value for value in op.reads if value in updated),
-                overwrites=tuple(self.row[value] for value in free_operands if value in self.row),
-                during=sum(size[row] for row in makes) + op.discarded + op.scratch,
-                in_place_saved=size[makes[0]] + op.scratch_saved if makes else 0,
+                read_rows=tuple(sorted(self.row[value] for value in op.reads if value in self.row)),
+                changing_parameters=tuple(value for value in op.reads if value in updated),
+                overwritable_rows=tuple(self.row[value] for value in free_operands if value in self.row),
+                bytes_during=sum(size[row] for row in makes) + op.discarded + op.scratch,
+                bytes_saved_in_place=size[makes[0]] + op.scratch_saved if makes else 0,
             )
 
         self.forward_ops = tuple(flat(op) for op in graph.forward_ops)
@@ -231,7 +231,7 @@ class FlatGraph:
         self.encodings_fetched_with_operands: list[list[tuple[int, int]]] = []
         """By forward op: (form, row) of those encodings of its results whose decoding needs other operands."""
         for op in self.forward_ops:
-            forms = [(form, row) for row in op.makes for form in self.encodings_of_row.get(row, ())]
+            forms = [(form, row) for row in op.made_rows for form in self.encodings_of_row.get(row, ())]
             self.encodings_fetched_with_operands.append(
                 [(form, row) for form, row in forms if self.forms[form].also_reads]
             )
@@ -303,18 +303,20 @@ class FlatGraph:
         self.last_reading_slot = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
         """By row: first and last slot whose backward op has to read the value itself; the largest int32 and -1 if none
         has."""
-        result_bytes = [sum(int(self.value_bytes[row]) for row in op.makes) for op in self.forward_ops]
+        result_bytes = [sum(int(self.value_bytes[row]) for row in op.made_rows) for op in self.forward_ops]
         self.result_bytes = np.array(result_bytes, dtype=np.int64)
         """By forward op: bytes of all results."""
-        self.forward_op_bytes = np.array([op.during for op in self.forward_ops], dtype=np.int64)
+        self.forward_op_bytes = np.array([op.bytes_during for op in self.forward_ops], dtype=np.int64)
         """By forward op: bytes of all results and scratch."""
         self.overwritable_by_op: list[tuple[int, list[int]]] = []
         """(forward op, rows of the operands that its first result can overwrite, if a candidate frees them there)."""
         for index, op in enumerate(self.forward_ops):
             rows = [
-                row for row in op.overwrites if self.freed_at[row] == index and not self.is_written_into_buffer[row]
+                row
+                for row in op.overwritable_rows
+                if self.freed_at[row] == index and not self.is_written_into_buffer[row]
             ]
-            if op.makes and rows:
+            if op.made_rows and rows:
                 self.overwritable_by_op.append((index, rows))
         self.rows_by_free = np.argsort(self.freed_at, kind="stable")
         """Rows in the order in which the values are freed in the forward pass."""

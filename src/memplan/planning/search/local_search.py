@@ -91,7 +91,7 @@ class LocalSearch:
         for row in np.flatnonzero(self.may_recompute).tolist():
             moves += [((row,), (recompute,)) for recompute in (True, False)]
         for op in flat.recompute_ops:
-            results, operands = self._decisions_on(op.makes), self._decisions_on(op.reads)
+            results, operands = self._decisions_on(op.made_rows), self._decisions_on(op.read_rows)
             if len(results) > 1:
                 moves += [(tuple(results), (recompute,) * len(results)) for recompute in (True, False)]
             for result in results if operands else ():

@@ -148,9 +148,9 @@ class Unavoidable:
         for row, index in enumerate(flat.freed_at):
             last_used_by[index].append(row)
         for index, op in enumerate(flat.forward_ops):
-            in_place_saved = max(0, op.in_place_saved) if op.overwrites and op.makes else 0
-            levels[index] = level + op.during - in_place_saved
-            level += sum(int(flat.value_bytes[row]) for row in op.makes)
+            in_place_saved = max(0, op.bytes_saved_in_place) if op.overwritable_rows and op.made_rows else 0
+            levels[index] = level + op.bytes_during - in_place_saved
+            level += sum(int(flat.value_bytes[row]) for row in op.made_rows)
             level -= sum(int(flat.value_bytes[row] - bytes_staying[row]) for row in last_used_by[index])
         return levels
 
@@ -228,7 +228,7 @@ class Relaxation:
         self.first_form_variable = self.program.variables(self._cost_of_form(index) for index in range(len(flat.forms)))
         """The first of the variables that say which forms are used, in the order of ``flat.forms``."""
         self._add_waits_for_copies()
-        self.op_of_row = {row: index for index, op in enumerate(flat.forward_ops) for row in op.makes}
+        self.op_of_row = {row: index for index, op in enumerate(flat.forward_ops) for row in op.made_rows}
         """Row of a value -> position of the forward op that makes it."""
         self.recomputable_rows = set(flat.drop_rows.tolist())
         """Rows of the values that may be recomputed."""
@@ -361,7 +361,7 @@ class _Position:
             if op in seen_ops or row not in relaxation.recomputable_rows:
                 continue
             seen_ops.add(op)
-            for operand in flat.recompute_ops[op].reads:
+            for operand in flat.recompute_ops[op].read_rows:
                 if not self._is_unconditional(operand):
                     self._require(operand, user=self._recompute_variable(op), whole=True)
                     needed_rows.append(operand)
@@ -419,7 +419,7 @@ class _Position:
             if not form.whole or form.direct:
                 continue  # a form with direct readers may be kept for them alone
             self.forms_with_operands.add(index)
-            for operand in flat.fetch_ops[index].reads:
+            for operand in flat.fetch_ops[index].read_rows:
                 if not self._is_unconditional(operand):
                     self._require(operand, user=self.form_variables[index], whole=True)
                     operand_rows.append(operand)
