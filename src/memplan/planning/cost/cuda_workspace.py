@@ -60,7 +60,8 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
         device: the card.
     """
     library = find_cudnn(environment=None)
-    semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
+    # on a single stream, all tensors on the card
+    semantics = cuda.semantics(device, stream=lambda: 0, on_card=lambda _: True, asks=library is not None)
     temporaries_of_ops = list[Sequence[Temporary]]()
     for op in graph.ops:  # an op that declares its own scratch may still call a library
         temporaries_of = _products_of if _declares_scratch(op) else _temporaries_of

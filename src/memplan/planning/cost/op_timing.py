@@ -234,17 +234,21 @@ class _Costs:
     def of(cls, graph: JointGraph) -> _Costs:
         """Describe the ops and encodings of a graph."""
         signatures = _Signatures(graph)
-        keys, works, timed = dict[tuple[int, str], str](), dict[str, Work](), dict[str, tuple[_TimedCall, ...]]()
+        signature_of_op, works, calls = (
+            dict[tuple[int, str], str](),
+            dict[str, Work](),
+            dict[str, tuple[_TimedCall, ...]](),
+        )
         for op in _calls(graph):
-            key = keys[op.index, op.target] = signatures.signature(op)
+            key = signature_of_op[op.index, op.target] = signatures.signature(op)
             if key not in works:
                 works[key] = roofline.work_of(graph, op)
-                timed[key] = (_TimedCall((op.target, op.args, op.kwargs)),)
-        for form in _computed_forms(graph):
+                calls[key] = (_TimedCall((op.target, op.args, op.kwargs)),)
+        for form in _computed_forms(graph):  # store, fetch, and direct readers
             form_keys = _form_keys(graph, form)
             works.update(zip(form_keys, registry.find(form.lever).works(graph, form), strict=True))
-            timed.update(zip(form_keys, _form_calls(graph, form), strict=True))
-        return cls(keys, works, timed)
+            calls.update(zip(form_keys, _form_calls(graph, form), strict=True))
+        return cls(signature_of_op, works, calls)
 
     def key(self, op: GraphOp) -> str:
         """Return the signature of an op of the graph."""
@@ -253,9 +257,8 @@ class _Costs:
     def seconds(self, graph: JointGraph) -> dict[str, float]:
         """Return the seconds that the ops and encodings of the graph have now, by signature.
 
-        An encoding has three: to store it, to fetch the value, and the seconds that ops take longer which read the
-            encoding
-        directly, not the value (see `_form_keys`).
+        An encoding has three: to store it, to fetch the value, and those that ops take longer which read it, not the
+        value.
         """
         seconds = {self.key(op): op.seconds for op in _calls(graph)}
         for form in _computed_forms(graph):
@@ -378,12 +381,11 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], place: str
                 # A collective waits for other processes, and a custom kernel may need valid arguments.
                 refused[key] = "it is not torch's own, and is not run on made-up tensors"
                 continue
+            calls = costs.calls_by_signature[key]  # none for fetching from a form that is only read directly
             try:
-                if on_card and costs.calls_by_signature[key]:  # a form that is only read directly has no call
-                    measurements.scratch[key] = workspace_on(
-                        place, _synthetic_call(graph, costs.calls_by_signature[key][0].call, place)
-                    )
-                seconds[key] = sum(_extra_seconds(graph, timed, place) for timed in costs.calls_by_signature[key])
+                if on_card and calls:
+                    measurements.scratch[key] = workspace_on(place, _synthetic_call(graph, calls[0].call, place))
+                seconds[key] = sum(_extra_seconds(graph, timed, place) for timed in calls)
             except Exception as error:  # any error of the kernel on synthetic arguments
                 refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return {key: seconds[key] for key in keys if key in seconds}
@@ -484,10 +486,8 @@ def _synthetic(value: Value, place: str) -> torch.Tensor:
     if dtype == torch.bool:
         flat = torch.rand(count, device=place, generator=generator) < 0.5
     elif dtype.is_floating_point or dtype.is_complex:  # random numbers, repeated: drawing takes long
-        drawn = (
-            torch.rand(min(count, _RANDOM_ELEMENTS), device=place, generator=generator).mul_(0.9).add_(0.1).to(dtype)
-        )
-        flat = drawn.repeat(-(-count // _RANDOM_ELEMENTS))[:count]
+        drawn = torch.rand(min(count, _RANDOM_ELEMENTS), device=place, generator=generator)
+        flat = drawn.mul_(0.9).add_(0.1).to(dtype).repeat(-(-count // _RANDOM_ELEMENTS))[:count]
     else:
         flat = torch.zeros(count, dtype=dtype, device=place)
     return flat.as_strided(value.shape, value.stride)

@@ -106,9 +106,8 @@ class Copies:
             # as late as possible: done when the value is needed and when the next copy begins
             begin = np.minimum(self.backward_op_begins[needed_slot - 1], next_copy_begin) - self.copy_seconds[index]
             next_copy_begin = np.where(used, begin, next_copy_begin)
-            slot_at_begin = np.maximum(
-                np.searchsorted(self.backward_op_begins, begin, side="right"), 1
-            )  # slot 0 gets the tangents
+            slot_at_begin = np.searchsorted(self.backward_op_begins, begin, side="right")
+            slot_at_begin = np.maximum(slot_at_begin, 1)  # slot 0 gets the tangents
             fetch_slots[index, all_candidates] = np.where(used, np.minimum(needed_slot, slot_at_begin), NEVER)
         return fetch_slots
 

@@ -66,9 +66,8 @@ class Batch(Needs):
             freed_bytes = np.where(freed, flat.value_bytes[:, None], 0)[flat.rows_by_free]
             net[flat.freeing_ops] -= np.add.reduceat(freed_bytes, flat.first_freed_by_op, axis=0)
         for index in flat.encoding_indices:  # plus encodings, stored after the last op that uses the value
-            net[flat.last_forward_use[flat.row_of_form[index]]] += (
-                self.saves_encoding[index] * flat.encoded_bytes[index]
-            )
+            stored_after = flat.last_forward_use[flat.row_of_form[index]]
+            net[stored_after] += self.saves_encoding[index] * flat.encoded_bytes[index]
         after = flat.always_live_bytes + np.cumsum(net, axis=0)
         copied_bytes_freed = None
         if self.host_copies is not None:
@@ -150,7 +149,7 @@ class Batch(Needs):
         free."""
         flat = self.flat
         self.is_fetched = np.zeros((len(flat.encoding_indices), self.candidate_count), dtype=bool)
-        """(plain form, candidate): whether its decoding was counted already."""
+        """(encoding, candidate): whether its decoding was counted already."""
         self.freed_by_slot = np.zeros((flat.slot_count, self.candidate_count), dtype=np.int64)
         """(slot, candidate): bytes of forward values and saved forms that the slot's backward op frees."""
         if self.host_copies is not None:
@@ -165,11 +164,8 @@ class Batch(Needs):
         # the other values are decoded for the backward op itself
         for row, forms in flat.encodings_fetched_alone.items():
             for index in forms:
-                self._fetch(
-                    index,
-                    row,
-                    np.flatnonzero(self.saves_encoding[index] & self.is_needed[row] & ~self.is_fetched[index]),
-                )
+                due = self.saves_encoding[index] & self.is_needed[row] & ~self.is_fetched[index]
+                self._fetch(index, row, np.flatnonzero(due))
         # values that a slot's backward op, at the last position of the slot, is the last to read
         read_by_backward_op = self.last_needed_position % self.positions_per_slot == self.positions_per_slot - 1
         rows, columns = np.nonzero(read_by_backward_op & self.is_needed & ~flat.is_output[:, None])
@@ -238,9 +234,8 @@ class Batch(Needs):
         for row in op.read_rows:
             for form in flat.encodings_fetched_alone.get(row, ()):
                 is_first_read = self.first_needed_slot[row][columns] == slot
-                self._fetch(
-                    form, row, columns[self.uses_form[form][columns] & ~self.is_fetched[form][columns] & is_first_read]
-                )
+                due = self.uses_form[form][columns] & ~self.is_fetched[form][columns] & is_first_read
+                self._fetch(form, row, columns[due])
         levels, peaks = self.slot_level.ravel(), self.slot_peak.ravel()  # views: changes change the arrays
         place = slot.astype(np.int64) * self.candidate_count + columns  # index in the flattened arrays
         position = slot * self.positions_per_slot + index
@@ -290,15 +285,8 @@ class Batch(Needs):
         levels[place] -= gradient_return.freed_bytes
 
     def _backward_position(self, index: int) -> int:
-        """Return the position of the backward op after which gradient ``index`` is returned if nothing delays that.
-
-        Positions number what can run in the backward pass: in each slot, the recomputation of every forward op, then
-            the
-        slot's backward op.
-        """
-        slot = self.flat.gradient_returns[index].slot
-        last_position_in_slot = self.positions_per_slot - 1
-        return slot * self.positions_per_slot + last_position_in_slot
+        """Return the position of the backward op after which gradient ``index`` is returned if nothing delays that."""
+        return self.position_of_backward_op(self.flat.gradient_returns[index].slot)
 
     def _fetch(self, index: int, row: int, columns: Ints) -> None:
         """Decode a value from a form that needs no other operands, just before the value is read.
@@ -341,17 +329,13 @@ class Batch(Needs):
                 frees_form &= ~self.is_needed[row] | (last_form_read >= decoded_from)
             columns = np.flatnonzero(frees_form)
             self.freed_by_slot[last_form_read[columns] // self.positions_per_slot, columns] += flat.encoded_bytes[index]
-        in_place = np.repeat(
-            flat.slot_runs_in_place[:, None], self.candidate_count, axis=1
-        )  # whether each slot's op runs in place
-        for slot, row in flat.overwritable_in_slot:  # also over a forward value that it is the last to read
-            in_place[slot] |= (
-                self.last_needed_position[row] == slot * self.positions_per_slot + self.positions_per_slot - 1
-            )
+        # whether each slot's op runs in place: also over a forward value that it is the last to read
+        in_place = np.repeat(flat.slot_runs_in_place[:, None], self.candidate_count, axis=1)
+        for slot, row in flat.overwritable_in_slot:
+            in_place[slot] |= self.last_needed_position[row] == self.position_of_backward_op(slot)
         returns_net, returns_peak = self._gradient_return_levels()
-        net = (
-            self.slot_level + flat.slot_net_bytes[:, None] - self.freed_by_slot
-        )  # change of the level, without returned gradients
+        # change of the level in each slot, without returned gradients
+        net = self.slot_level + flat.slot_net_bytes[:, None] - self.freed_by_slot
         end = boundary + np.cumsum(net + returns_net, axis=0)
         begin = end - net - returns_net
         in_place_saved = flat.slot_bytes_saved_in_place[:, None] - self.encoding_reader_unsaved

@@ -85,43 +85,43 @@ class Needs:
                     self.saved_as_is[row] &= ~self.uses_form[index]
                     self.saves_encoding[index] |= self.uses_form[index] & self.is_needed[row]
         needs_copy = self.uses_host_copy & self.is_needed[self.row_of_host_copy]
-        self.host_copies = (
-            Copies(flat, needs_copy, self.first_needed_slot[self.row_of_host_copy]) if needs_copy.any() else None
-        )
+        first_needed = self.first_needed_slot[self.row_of_host_copy]
+        self.host_copies = Copies(flat, needs_copy, first_needed) if needs_copy.any() else None
         """Copies to host memory; None if no candidate needs any."""
         for index, row in enumerate(self.row_of_host_copy):
             self.saved_as_is[row] &= ~needs_copy[index]
+
+    def position_of_backward_op(self, slot: int) -> int:
+        """Return the position of a slot's backward op: the last of the slot, after all forward ops."""
+        return (slot + 1) * self.positions_per_slot - 1
 
     def _add_backward_reads(self) -> None:
         """Record the first and last slot in which backward ops read each value, by candidate.
 
         An op that can read an encoding does not need the value if the candidate saves that encoding.
         """
-        flat, backward_op = self.flat, self.positions_per_slot - 1  # the backward op's position within its slot
+        flat = self.flat
         self.first_needed_slot[:] = flat.first_reading_slot[:, None]
-        self.last_needed_position[:] = np.where(
-            flat.last_reading_slot < 0, -1, flat.last_reading_slot * self.positions_per_slot + backward_op
-        )[:, None]
+        last_read = (flat.last_reading_slot + 1) * self.positions_per_slot - 1  # of backward ops; -1 if none reads it
+        self.last_needed_position[:] = last_read[:, None]
         for slot, readable in flat.direct:  # (form, row) of the forms that the slot's op can read
             reads_some_form = np.zeros(self.candidate_count, dtype=bool)
-            position = slot * self.positions_per_slot + backward_op
+            position = self.position_of_backward_op(slot)
             reads_form_of: dict[int, Any] = {}
             """By row: which candidates read a saved form instead of the value."""
             for index, row in readable:
                 reads_form = self.uses_form[index] & ~reads_some_form  # an op reads a single form
                 reads_some_form |= reads_form
                 reads_form_of[row] = reads_form_of.get(row, False) | reads_form
-                np.maximum(
-                    self.last_encoding_read[index], position, out=self.last_encoding_read[index], where=reads_form
-                )
+                last_reads = self.last_encoding_read[index]
+                np.maximum(last_reads, position, out=last_reads, where=reads_form)
                 op = flat.graph.backward_ops[slot - 1]  # slot 0 has no backward op
                 self.encoding_reader_scratch[slot] += reads_form * (flat.forms[index].direct_scratch - op.scratch)
                 self.encoding_reader_unsaved[slot] += reads_form * op.scratch_saved
             for row, reads_form in reads_form_of.items():  # the others read the value itself
-                np.minimum(self.first_needed_slot[row], slot, out=self.first_needed_slot[row], where=~reads_form)
-                np.maximum(
-                    self.last_needed_position[row], position, out=self.last_needed_position[row], where=~reads_form
-                )
+                first_slots, last_positions = self.first_needed_slot[row], self.last_needed_position[row]
+                np.minimum(first_slots, slot, out=first_slots, where=~reads_form)
+                np.maximum(last_positions, position, out=last_positions, where=~reads_form)
 
     def _add_operands_of(self, index: int) -> None:
         """Mark the operands of a forward op as needed in the slots where it is recomputed, and those of the decodings

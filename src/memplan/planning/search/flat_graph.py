@@ -232,17 +232,15 @@ class FlatGraph:
         """By forward op: (form, row) of those encodings of its results whose decoding needs other operands."""
         for op in self.forward_ops:
             forms = [(form, row) for row in op.made_rows for form in self.encodings_of_row.get(row, ())]
-            self.encodings_fetched_with_operands.append(
-                [(form, row) for form, row in forms if self.forms[form].also_reads]
-            )
+            with_operands = [(form, row) for form, row in forms if self.forms[form].also_reads]
+            self.encodings_fetched_with_operands.append(with_operands)
         self.encodings_fetched_alone: dict[int, list[int]] = {}
         """By row, ascending: the encodings whose decoding needs no other operands."""
         for row, fetchable in self.fetchable_forms_of_row.items():
-            simple = [
-                index for index in fetchable if index in self.encoding_indices and not self.forms[index].also_reads
-            ]
-            if simple:
-                self.encodings_fetched_alone[row] = simple
+            encodings = (index for index in fetchable if index in self.encoding_indices)
+            fetched_alone = [index for index in encodings if not self.forms[index].also_reads]
+            if fetched_alone:
+                self.encodings_fetched_alone[row] = fetched_alone
         self.returns_of_parameter = defaultdict[int, list[int]](list)
         """Parameter that may change at once -> indices in ``gradient_returns``."""
         for index, returned in enumerate(self.gradient_returns):
@@ -311,11 +309,8 @@ class FlatGraph:
         self.overwritable_by_op: list[tuple[int, list[int]]] = []
         """(forward op, rows of the operands that its first result can overwrite, if a candidate frees them there)."""
         for index, op in enumerate(self.forward_ops):
-            rows = [
-                row
-                for row in op.overwritable_rows
-                if self.freed_at[row] == index and not self.is_written_into_buffer[row]
-            ]
+            last_used = [row for row in op.overwritable_rows if self.freed_at[row] == index]
+            rows = [row for row in last_used if not self.is_written_into_buffer[row]]
             if op.made_rows and rows:
                 self.overwritable_by_op.append((index, rows))
         self.rows_by_free = np.argsort(self.freed_at, kind="stable")

@@ -108,11 +108,9 @@ class Unavoidable:
         for slot, readable in flat.direct:
             for _, row in readable:
                 self.slots_reading_any_form[row].append(slot)
-        latest = (
-            max([*slots, *either], default=-1)
-            for slots, either in zip(reading_slots, self.slots_reading_any_form, strict=True)
-        )
-        self.last_read_in_any_form = np.array(list(latest), dtype=np.int64)
+        all_slots = zip(reading_slots, self.slots_reading_any_form, strict=True)
+        latest = [max([*slots, *either], default=-1) for slots, either in all_slots]
+        self.last_read_in_any_form = np.array(latest, dtype=np.int64)
         """By value: last slot in which the value or a saved form of it is read; -1 where none is."""
 
     def bytes_already_counted(self, row: int, slot: int, forward_op: int | None) -> int:
@@ -178,15 +176,10 @@ class Unavoidable:
                 values_live[last + 1] -= flat.value_bytes[row]
         values_live = np.cumsum(values_live)[:-1]
         for row in np.flatnonzero(~flat.is_output):
-            for slot in set(
-                self.slots_reading_any_form[row]
-            ):  # an op reads it or a form of it there: at least the smallest is live
-                is_itself_live = (
-                    self.is_read[row] and self.first_reading_slot[row] <= slot <= self.last_reading_slot[row]
-                )
-                is_saved_for_later = (
-                    self.is_read[row] and self.not_recomputable[row] and slot < self.first_reading_slot[row]
-                )
+            first, last = self.first_reading_slot[row], self.last_reading_slot[row]
+            for slot in set(self.slots_reading_any_form[row]):  # at least the value's smallest form is live
+                is_itself_live = self.is_read[row] and first <= slot <= last
+                is_saved_for_later = self.is_read[row] and self.not_recomputable[row] and slot < first
                 if not is_itself_live and not is_saved_for_later:
                     values_live[slot] += self.smallest_form_bytes[row]
         outputs = int(flat.value_bytes[flat.is_output].sum())
@@ -273,17 +266,12 @@ class Relaxation:
         total = sum(copy_seconds)
         if not total:
             return
-        copies = [
-            (self.first_form_variable + index, -seconds)
-            for index, seconds in zip(flat.host_copy_indices, copy_seconds, strict=True)
-        ]
-        stores = [
-            (self.first_form_variable + index, flat.forms[index].store_seconds) for index in flat.encoding_indices
-        ]
-        fetches = [
-            (self.first_form_variable + index, flat.forms[index].fetch_seconds) for index in flat.encoding_indices
-        ]
-        recomputed = [(self.first_op_variable + index, op.op.seconds) for index, op in enumerate(flat.recompute_ops)]
+        first_op, first_form = self.first_op_variable, self.first_form_variable
+        seconds_by_copy = zip(flat.host_copy_indices, copy_seconds, strict=True)
+        copies = [(first_form + index, -seconds) for index, seconds in seconds_by_copy]
+        stores = [(first_form + index, flat.forms[index].store_seconds) for index in flat.encoding_indices]
+        fetches = [(first_form + index, flat.forms[index].fetch_seconds) for index in flat.encoding_indices]
+        recomputed = [(first_op + index, op.op.seconds) for index, op in enumerate(flat.recompute_ops)]
         passes = ((flat.graph.forward_ops, stores), (flat.graph.backward_ops, [*fetches, *recomputed]))
         for ops, added in passes:
             wait = (self.program.variable(cost=total), total)
