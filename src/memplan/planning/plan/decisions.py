@@ -118,10 +118,10 @@ class _Decider:
         """Values that it recomputes."""
         self.readers: dict[int, list[Action]] = defaultdict(list)
         """Actions of the backward pass that read a value or encoding."""
-        self.wait_seconds = schedule.waits
+        self.wait_by_value = schedule.waits
         """By value that is copied to host memory: seconds that the step waits for the copies."""
         copies = {form.value: form for form in graph.forms if form.is_copied}
-        for value, wait in self.wait_seconds.items():
+        for value, wait in self.wait_by_value.items():
             self.seconds[value] = copies[value].use_seconds + wait
         for action in (*schedule.forward, *schedule.backward):
             self._note(action)
@@ -224,7 +224,7 @@ class _Decider:
 
     def waits(self, form: SavedForm) -> float:
         """Seconds that the step waits for the copies of a form."""
-        return self.wait_seconds.get(form.value, 0.0)
+        return self.wait_by_value.get(form.value, 0.0)
 
     def other_forms(self, form: SavedForm) -> Sequence[SavedForm]:
         """Return the other encodings of the same value."""
