@@ -343,10 +343,10 @@ def _measuring_order(graph: JointGraph, costs: _Costs) -> list[str]:
     First ops whose results may be recomputed, then encodings and other ops of the forward pass, then the backward pass;
     the longest by roofline first in each.
     """
-    recomputable_values, roofline_seconds = recomputable(graph), costs.roofline_seconds()
+    may_recompute, roofline_seconds = recomputable(graph), costs.roofline_seconds()
     ranks = dict.fromkeys(costs.calls_by_signature, 1)
     for op in _calls(graph):
-        is_recomputable = op.cheaper_recompute is None and any(value in recomputable_values for value in op.makes)
+        is_recomputable = op.cheaper_recompute is None and any(value in may_recompute for value in op.makes)
         forward_rank = 0 if is_recomputable else 1
         ranks[costs.key(op)] = 2 if op.phase == "backward" else forward_rank
     return sorted(ranks, key=lambda key: (ranks[key], -roofline_seconds[key]))
