@@ -122,7 +122,7 @@ class BoardFit(Written):
     def best(self) -> TrainedPart | None:
         """The part with the most trained weights that fits, of several the most exact; None if none does."""
         fitting = (part for part in self.parts if part.fits)
-        return max(fitting, key=lambda part: part.weights, default=None)  # of several the first
+        return max(fitting, key=lambda part: part.weights, default=None)  # of several the first, which is most exact
 
     @property
     def fits(self) -> bool:
@@ -185,7 +185,7 @@ def arena_room(banks: Sequence[Bank], sizes: Collection[int]) -> int:
         >>> arena_room([Bank("A", 100), Bank("B", 50)], [40, 20])
         80
     """
-    return max((max(left) for _, left in _placings(banks, sizes)), default=-1)
+    return max((max(bytes_left) for _, bytes_left in _placings(banks, sizes)), default=-1)
 
 
 def placed(banks: Sequence[Bank], sizes: Mapping[str, int]) -> dict[str, str]:
@@ -196,26 +196,26 @@ def placed(banks: Sequence[Bank], sizes: Mapping[str, int]) -> dict[str, str]:
         >>> placed([Bank("A", 100), Bank("B", 50)], {"arena": 80, "state": 30, "inputs": 10})
         {'arena': 'A', 'state': 'B', 'inputs': 'A'}
     """
-    choices = [chosen for chosen, _ in _placings(banks, sizes.values())]
-    if not choices:
+    assignments = [assignment for assignment, _ in _placings(banks, sizes.values())]
+    if not assignments:
         return {}
-    fewest = min(choices, key=lambda chosen: len(set(chosen)))
-    return {name: banks[index].name for name, index in zip(sizes, fewest, strict=True)}
+    fewest_banks = min(assignments, key=lambda assignment: len(set(assignment)))
+    return {name: banks[index].name for name, index in zip(sizes, fewest_banks, strict=True)}
 
 
 def _placings(banks: Sequence[Bank], sizes: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """Yield each assignment of arrays to banks that fits: (index of each array's bank, bytes left in each bank)."""
-    for chosen in itertools.product(range(len(banks)), repeat=len(sizes)):
-        left = [bank.bytes for bank in banks]
-        for at, size in zip(chosen, sizes, strict=True):
-            left[at] -= size
-        if min(left) >= 0:
-            yield chosen, left
+    for assignment in itertools.product(range(len(banks)), repeat=len(sizes)):
+        bytes_left = [bank.bytes for bank in banks]
+        for bank, size in zip(assignment, sizes, strict=True):
+            bytes_left[bank] -= size
+        if min(bytes_left) >= 0:
+            yield assignment, bytes_left
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """What can make the step of a part smaller."""
+class _Savings:
+    """What makes the step of a part smaller."""
 
     trained: Narrow = "float32"
     """Type of the trained weights."""
@@ -225,18 +225,18 @@ class _Way:
     """How layers before the first trained one compute."""
 
 
-_WIDE, _NARROW = _Way(), _Way("int8")
+_IN_FLOAT32, _IN_INT8 = _Savings(), _Savings(trained="int8")
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The captured passes of a part in one way."""
+    """The captured passes of a part with some savings."""
 
     captured: CapturedStep
     infer: CapturedStep
     rules: UpdateRules
     stored: Stored
-    error: str = ""
+    frozen_error: str = ""
     """What eight bits do to the frozen layers; empty if there are none in eight bits."""
 
     @property
@@ -256,25 +256,25 @@ class _Study:
     board: Board
     reserve: int
     """Bytes of RAM left to the rest of the program."""
-    eight_bits: bool
-    """Whether parts that do not fit are planned with weights in eight bits, too."""
+    tries_int8_weights: bool
+    """Whether parts that do not fit are planned with trained weights in eight bits, too."""
     samples: list[tuple[torch.Tensor, ...]] | None
     """Calibration data of layers before the first trained one: the tensors of a call of the step for each sample."""
-    quantized: dict[tuple[str, ...], Int8Step | None] = field(default_factory=dict)
+    int8_steps: dict[tuple[str, ...], Int8Step | None] = field(default_factory=dict)
     """Steps with frozen layers in eight bits, by the names of the trained parameters; None: no layer is before them."""
 
     @property
-    def trained(self) -> list[str]:
+    def trainable(self) -> list[str]:
         """Names of all parameters that can be trained, in the model's order."""
         return [path for path, _ in self.request.model.named_parameters() if path in self.rules.group_of]
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers that have some, in the model's order."""
-        return list(dict.fromkeys(path.rpartition(".")[0] for path in self.trained))
+        """Names of the layers that have such parameters, in the model's order."""
+        return list(dict.fromkeys(path.rpartition(".")[0] for path in self.trainable))
 
     @cached_property
-    def input(self) -> str:
+    def arena_input(self) -> str:
         """Position, as a text, of the input that can lie in the arena; empty if none can."""
         try:
             return largest_input(self.request)
@@ -283,90 +283,90 @@ class _Study:
 
     def parts(self) -> Iterator[TrainedPart]:
         """Yield all layers, last ones until they fit, biases and head, the head: each as `_rows` has it."""
-        trained, layers = self.trained, self.layers
-        rows = self._rows(f"all {len(layers)} layers" if len(layers) > 1 else "the layer", trained)
+        trainable, layers = self.trainable, self.layers
+        rows = self._rows(f"all {len(layers)} layers" if len(layers) > 1 else "the layer", trainable)
         yield from rows
-        seen, count = {rows[0].parameters}, len(layers)
+        planned, count = {rows[0].parameters}, len(layers)
         while not any(_as_exact(row) for row in rows) and count > 3:
             count //= 2
-            rows = self._rows(f"last {count} layers", _within(trained, layers[-count:]))
-            seen.add(rows[0].parameters)
+            rows = self._rows(f"last {count} layers", _within(trainable, layers[-count:]))
+            planned.add(rows[0].parameters)
             yield from rows
-        of_head = _within(trained, layers[-1:])
-        biases = [path for path in trained if path in of_head or path.rpartition(".")[2] == "bias"]
-        for what, paths in (("biases and head", biases), ("head alone", of_head)):
-            if tuple(paths) not in seen:
+        of_head = _within(trainable, layers[-1:])
+        biases_and_head = [path for path in trainable if path in of_head or path.rpartition(".")[2] == "bias"]
+        for what, paths in (("biases and head", biases_and_head), ("head alone", of_head)):
+            if tuple(paths) not in planned:
                 yield from self._rows(what, paths)
-                seen.add(tuple(paths))
+                planned.add(tuple(paths))
 
     def _rows(self, what: str, paths: Sequence[str]) -> list[TrainedPart]:
-        """Return the part that trains parameters of these names in float32, as `_of_ways` does. If none fits, the same
-        follows for trained weights in eight bits, if they make the state smaller."""
-        rows = self._of_ways(what, paths, _WIDE)
-        if self.eight_bits and not any(row.fits for row in rows):
-            part, narrow = rows[0], self._step(paths, _NARROW)
+        """Return the part that trains parameters of these names in float32, as `_with_savings` does. If none fits, the
+        same follows for trained weights in eight bits, if they make the state smaller."""
+        rows = self._with_savings(what, paths, _IN_FLOAT32)
+        if self.tries_int8_weights and not any(row.fits for row in rows):
+            part, in_int8 = rows[0], self._step(paths, _IN_INT8)
             try:
-                state = self._sizes(narrow)[0]
+                int8_state, _, _ = self._sizes(in_int8)
             except InputError as error:  # weights without a range, such as zeros: in float32 the sizes were known
                 failed = TrainedPart(
                     what, part.parameters, part.weights, ram=0, arena=0, state=0, inputs=part.inputs, flash=None,
                     code=None, banks={}, lacks=error.found, trained_weights="int8",
                 )  # fmt: skip
                 return [*rows, failed]
-            if state < part.state:
-                rows += self._of_ways(what, paths, _NARROW)
+            if int8_state < part.state:
+                rows += self._with_savings(what, paths, _IN_INT8)
         return rows
 
-    def _of_ways(self, what: str, paths: Sequence[str], way: _Way) -> list[TrainedPart]:
-        """Return the part as it is and, if it does not fit, the first of `_smaller_ways` that does, else the last."""
-        whole = self._part(what, paths, way, self._step(paths, way))
-        if whole.fits:
-            return [whole]
+    def _with_savings(self, what: str, paths: Sequence[str], savings: _Savings) -> list[TrainedPart]:
+        """Return the part with these savings and, if it does not fit, with the first of `_more_savings` with which it
+        does, else with the last."""
+        part = self._part(what, paths, savings, self._step(paths, savings))
+        if part.fits:
+            return [part]
         failed = list[TrainedPart]()
-        for smaller in self._smaller_ways(way, whole.lacks):
-            variant = self._step(paths, smaller)
-            if smaller.frozen == "int8" and not variant.error:  # no layer is before the first trained one
+        for more in self._more_savings(savings, part.lacks):
+            variant = self._step(paths, more)
+            if more.frozen == "int8" and not variant.frozen_error:  # no layer is before the first trained one
                 continue
-            if smaller.frozen == "float32" and not self._may_fit(whole, variant):
+            if more.frozen == "float32" and not self._may_fit(part, variant):
                 continue
-            row = self._part(what, paths, smaller, variant)
-            if row.fits:
-                return [whole, row]
-            failed = [row]
-        return [whole, *failed]
+            smaller = self._part(what, paths, more, variant)
+            if smaller.fits:
+                return [part, smaller]
+            failed = [smaller]
+        return [part, *failed]
 
-    def _smaller_ways(self, way: _Way, lacks: str) -> Iterator[_Way]:
-        """Yield the ways that may save what lacks: for SRAM the input in the arena, for SRAM and flash frozen layers in
-        eight bits. With several banks, the input may fit only outside of the arena, which is in one."""
-        with_input = replace(way, input=self.input) if lacks == "SRAM" and self.input else way
+    def _more_savings(self, savings: _Savings, lacks: str) -> Iterator[_Savings]:
+        """Yield what may save what lacks: for SRAM the input in the arena, for SRAM and flash frozen layers in eight
+        bits. With several banks, the input may fit only outside of the arena, which is in one."""
+        with_input = replace(savings, input=self.arena_input) if lacks == "SRAM" and self.arena_input else savings
         if with_input.input:
             yield with_input
         if self.samples is not None:
             yield replace(with_input, frozen="int8")
             if with_input.input and len(self.board.banks) > 1:
-                yield replace(way, frozen="int8")
+                yield replace(savings, frozen="int8")
 
     def _may_fit(self, part: TrainedPart, variant: _Variant) -> bool:
-        """Return whether the smallest arena of a part that does not fit would fit beside another variant's arrays: with
-        the input in it, it is no smaller."""
+        """Return whether the smallest arena of a part that does not fit would fit beside the arrays of a variant with
+        the input in the arena: the arena of that is no smaller."""
         state, inputs, _ = self._sizes(variant)
-        fixed = {"state": state, "inputs": inputs, "reserve": self.reserve, "constants": part.constants}
-        return part.arena <= arena_room(self.board.banks, fixed.values())
+        other_arrays = (state, inputs, self.reserve, part.constants)
+        return part.arena <= arena_room(self.board.banks, other_arrays)
 
-    def _part(self, what: str, paths: Sequence[str], way: _Way, variant: _Variant) -> TrainedPart:
+    def _part(self, what: str, paths: Sequence[str], savings: _Savings, variant: _Variant) -> TrainedPart:
         """Plan the step that trains parameters of these names."""
-        state, inputs, weights = self._sizes(variant)
+        state, inputs, flash_weights = self._sizes(variant)
         sizes = {path: parameter.numel() for path, parameter in self.request.model.named_parameters()}
-        count = sum(sizes[path] for path in paths)
         part = TrainedPart(
-            what, tuple(paths), count, ram=0, arena=0, state=state, inputs=inputs, flash=None, code=None, banks={},
-            lacks="", trained_weights=way.trained, input_in_arena=bool(way.input), frozen_layers=way.frozen,
-            frozen_error=variant.error,
+            what, tuple(paths), weights=sum(sizes[path] for path in paths), ram=0, arena=0, state=state, inputs=inputs,
+            flash=None, code=None, banks={}, lacks="", trained_weights=savings.trained,
+            input_in_arena=bool(savings.input), frozen_layers=savings.frozen, frozen_error=variant.frozen_error,
         )  # fmt: skip
         fixed = {"state": state, "inputs": inputs, "reserve": self.reserve}
         if not self.board.constants_in_sram:
             return self._planned(part, variant, fixed)
-        part = replace(part, constants=weights)
+        part = replace(part, constants=flash_weights)
         while True:  # the tables are known from a plan, and one in less room may have more of them
             planned = self._planned(part, variant, fixed | {"constants": part.constants})
             if planned.flash is None or planned.flash <= part.constants:
@@ -374,37 +374,38 @@ class _Study:
             part = replace(part, constants=planned.flash)
 
     def _planned(self, part: TrainedPart, variant: _Variant, fixed: Mapping[str, int]) -> TrainedPart:
-        """Plan the step of a part, beside arrays of fixed sizes: bytes of state, inputs and reserve, by name."""
+        """Plan the step of a part, beside arrays of fixed sizes: bytes of state, inputs, reserve and constants, by
+        name."""
         state, inputs = part.state, part.inputs
-        outside = state + inputs + part.constants
+        outside_arena = state + inputs + part.constants
         room = arena_room(self.board.banks, fixed.values())
         if room < 0:  # the other arrays alone do not fit
-            return replace(part, ram=outside, arena=0, banks={}, flash=None, code=None, lacks="SRAM")
+            return replace(part, ram=outside_arena, arena=0, banks={}, flash=None, code=None, lacks="SRAM")
         request = replace(self.request, budget=state + inputs + room)
         try:
             layout = planned_step(_NAME, request, *variant.arguments).layout
         except BudgetError as error:
             arena = error.smallest_budget - state - inputs
-            return replace(part, ram=outside + arena, arena=arena, banks={}, flash=None, code=None, lacks="SRAM")
+            return replace(part, ram=outside_arena + arena, arena=arena, banks={}, flash=None, code=None, lacks="SRAM")
         banks = placed(self.board.banks, {"arena": layout.arena, **fixed})
-        part = replace(part, ram=layout.arena + outside, arena=layout.arena, banks=banks)
+        part = replace(part, ram=layout.arena + outside_arena, arena=layout.arena, banks=banks)
         flash = layout.memory.flash + layout.constants
         if self.board.constants_in_sram:
             flash = constants_bytes(layout, INT_OF_AVR)
-        whole = flash_bytes(self.board.core, layout)
-        code = None if whole is None else whole - flash
-        lacks = "flash" if self.board.flash is not None and (whole or flash) > self.board.flash else ""
+        compiled = flash_bytes(self.board.core, layout)  # None without the cross compiler: the code is not counted
+        code = None if compiled is None else compiled - flash
+        lacks = "flash" if self.board.flash is not None and (compiled or flash) > self.board.flash else ""
         return replace(part, flash=flash, code=code, lacks=lacks)
 
-    def _step(self, paths: Collection[str], way: _Way) -> _Variant:
+    def _step(self, paths: Collection[str], savings: _Savings) -> _Variant:
         """Return the captured passes of a step that trains parameters of these names, its rules, and where its weights
         lie."""
         rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
-        stored = Stored(trained=way.trained, arena_apart=len(self.board.banks) > 1, arena_input=way.input)
-        if way.frozen == "int8":
-            quantized = self._int8_step(tuple(paths))
-            if quantized is not None:
-                return _Variant(*quantized.captured, rules, stored, str(quantized.report))
+        stored = Stored(trained=savings.trained, arena_apart=len(self.board.banks) > 1, arena_input=savings.input)
+        if savings.frozen == "int8":
+            in_int8 = self._int8_step(tuple(paths))
+            if in_int8 is not None:
+                return _Variant(*in_int8.captured, rules, stored, str(in_int8.report))
         graph = self.captured.graph
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         captured = replace(self.captured, graph=replace(graph, gradients=gradients))
@@ -412,11 +413,11 @@ class _Study:
 
     def _int8_step(self, paths: tuple[str, ...]) -> Int8Step | None:
         """Return the step that trains parameters of these names, with the layers before them in eight bits."""
-        if paths not in self.quantized:
+        if paths not in self.int8_steps:
             with self._training_only(paths):  # what is frozen is seen while the step is captured
                 passes = captured_passes(self.request)
-            self.quantized[paths] = int8_step(self.request, passes, self.samples)
-        return self.quantized[paths]
+            self.int8_steps[paths] = int8_step(self.request, passes, self.samples)
+        return self.int8_steps[paths]
 
     @contextmanager
     def _training_only(self, paths: Collection[str]) -> Iterator[None]:

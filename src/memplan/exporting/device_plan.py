@@ -112,7 +112,8 @@ def planned_step(
     """
     device, infer_device, memory = _lowered_passes(request, captured, infer, stored)
     inputs = _argument_names(request)
-    surroundings = _surroundings(memory.elements("trained"), rules, stored, -memory.elements("trained_int8") % WORD)
+    padding = -memory.elements("trained_int8") % WORD  # the state has whole words of weights in eight bits
+    surroundings = _outside_memory(memory.elements("trained"), rules, stored, padding)
     use = rules.gradients.use
     outside_arena = _outside_arena(device, surroundings, use)
     step, tiles = _step_within(device, surroundings, request.bytes, inputs, use)
@@ -125,9 +126,9 @@ def planned_step(
         name, memory, rules, step, infer_pass, captured.outputs, infer.outputs, stored.file, stored.arena_apart
     )
     levers = tuple((words, peak - outside_arena) for words, peak in _peaks(device, tiles, surroundings, use))
-    narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
-    could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
-    return DevicePlan(layout, surroundings, levers, min(tile.bytes for tile in tiles), could_be_int8)
+    readable_in_int8 = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
+    could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in readable_in_int8)
+    return DevicePlan(layout, surroundings, levers, min(tile.ram for tile in tiles), could_be_int8)
 
 
 def _lowered_passes(
@@ -141,12 +142,12 @@ def _lowered_passes(
     infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
     infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written, stored.arena_input)
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
-    narrow = {tensor.path for tensor in memory.trained_int8}
-    return _with_int8(device, narrow), _with_int8(infer_device, narrow), memory
+    in_int8 = {tensor.path for tensor in memory.trained_int8}
+    return _with_int8(device, in_int8), _with_int8(infer_device, in_int8), memory
 
 
 def _with_int8(device: DeviceGraph, paths: Collection[str]) -> DeviceGraph:
-    """Return the graph with the parameters of these names in eight bits."""
+    """Return the graph with the parameters of these names in eight bits: a byte an element."""
     values = tuple(
         replace(value, bytes=math.prod(value.shape)) if value.kind == "parameter" and value.path in paths else value
         for value in device.graph.values
@@ -173,21 +174,25 @@ def _peaks(
     def peak(variant: DeviceGraph, **choices: Any) -> int:
         return levels(schedule(variant.graph, Choices(**choices)), surroundings).peak
 
-    stays = use if use.adds else STAYS
-    yield "everything kept, gradients until the update", peak(device, in_place=False, gradients=stays)
-    yield "results in the place of what dies", peak(device, gradients=stays)
+    late_update = use if use.adds else STAYS
+    yield "everything kept, gradients until the update", peak(device, in_place=False, gradients=late_update)
+    yield "results in the place of what dies", peak(device, gradients=late_update)
     if use.updates:
         yield "each weight updated as its gradient is made", peak(device, gradients=use)
     yield "element by element, where that takes less", peak(tiles[0].device, gradients=use)
-    yield "results recomputed, signs as bits: at most", tiles[0].live
+    yield "results recomputed, signs as bits: at most", tiles[0].least_live
     if tiles[1:]:
-        yield "a few channels of large values at a time: at most", tiles[-1].live
+        yield "a few channels of large values at a time: at most", tiles[-1].least_live
 
 
-def _surroundings(trained: int, rules: UpdateRules, stored: Stored, padding: int = 0) -> OutsideMemory:
-    """Return the RAM besides the graph's values and kept gradients: ``padding`` bytes, and in words of 4 bytes the
-    optimizer's state of ``trained`` weights, its counters, and the pointers to weights and arena stored elsewhere."""
-    return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.pointers) + padding)
+def _outside_memory(trained: int, rules: UpdateRules, stored: Stored, padding: int = 0) -> OutsideMemory:
+    """Return the RAM besides the graph's values and gradients that stay until the update.
+
+    It has ``padding`` bytes and, each of 4 bytes, the elements of the optimizer's state of ``trained`` weights, its
+    counters, and the pointers to weights and arena stored elsewhere.
+    """
+    words = trained * len(rules.arrays) + rules.numbers + stored.pointers
+    return OutsideMemory(state=WORD * words + padding)
 
 
 def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
@@ -204,11 +209,11 @@ def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -
         reduced = replace(graph, gradients=gradients)
         device = lowered(reduced, captured.constants, trained, captured.written, stored.arena_input)
         fused = with_fused_updates(device, worth_fusing(device.graph, use), use)
-        count = sum(math.prod(graph.values[parameter].shape) for parameter in trained)
-        surroundings = _surroundings(count, rules, stored)
+        weights = sum(math.prod(graph.values[parameter].shape) for parameter in trained)
+        outside_memory = _outside_memory(weights, rules, stored)
         if levers:
-            return Search(fused.graph, surroundings, gradients=rules.gradients.use).floor_peak
-        return levels(schedule(fused.graph, Choices(gradients=rules.gradients.use)), surroundings).peak
+            return Search(fused.graph, outside_memory, gradients=use).floor_peak
+        return levels(schedule(fused.graph, Choices(gradients=use)), outside_memory).peak
 
     return ram
 
@@ -223,10 +228,10 @@ class _TiledStep:
     """A step whose values are whole or in groups of channels, and the RAM that it takes."""
 
     device: DeviceGraph
-    live: int
-    """Fewest bytes of RAM that are live at once."""
-    bytes: int
-    """Fewest bytes of RAM, with the whole arena."""
+    least_live: int
+    """Bytes of RAM that are live at once in its smallest plan."""
+    ram: int
+    """Bytes of RAM of that plan, with the whole arena."""
     fastest: Pass | None
     """The fastest pass within the budget; None if none fits, or a coarser tiling has one."""
 
@@ -241,40 +246,41 @@ def _step_within(
     """
     tiles = list[_TiledStep]()
     for tiled in tilings(device, use):
-        if len(tiled.graph.ops) > USUAL and any(tile.fastest is not None for tile in tiles):
+        has_pass = any(tile.fastest is not None for tile in tiles)
+        if has_pass and len(tiled.graph.ops) > USUAL:
             break
         search = Search(tiled.graph, surroundings, gradients=use, heuristics=QUICK if tiles else None)
-        if tiles and search.floor_peak >= tiles[-1].live:
+        if tiles and search.floor_peak >= tiles[-1].least_live:
             break
-        tiles.append(_planned_tiling(tiled, search, budget, inputs, all(tile.fastest is None for tile in tiles)))
+        tiles.append(_planned_tiling(tiled, search, budget, inputs, with_pass=not has_pass))
     for tile in tiles:
         if tile.fastest is not None:
             return tile.fastest, tiles
-    smallest = min(tiles, key=lambda tile: tile.bytes)
+    smallest = min(tiles, key=lambda tile: tile.ram)
     search = Search(smallest.device.graph, surroundings, gradients=use, heuristics=QUICK)
     error = budget_error(schedule(smallest.device.graph, search.within(0).choices), surroundings, budget)
-    raise _for_device(error.but(smallest_budget=smallest.bytes))
+    raise _for_device(error.but(smallest_budget=smallest.ram))
 
 
-def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: Inputs, with_pass: bool) -> _TiledStep:
+def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: Inputs, *, with_pass: bool) -> _TiledStep:
     """Find the fewest bytes that a step takes and, if `with_pass`, the fastest pass within the budget.
 
     The arena can be larger than the live bytes that the search bounds, so the search repeats with a smaller target.
     """
     outside_arena, target = _outside_arena(device, search.outside_memory, search.gradients), budget
-    least = (
-        _placed_pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside_arena
-    )
-    while with_pass and least <= budget:
+    smallest_plan = search.within(0).choices  # 0: no plan fits, so the search returns the smallest
+    smallest_pass = _placed_pass(device, schedule(device.graph, smallest_plan), inputs)
+    least_ram = smallest_pass.placement.bytes + outside_arena
+    while with_pass and least_ram <= budget:
         result = search.within(target)
         step = _placed_pass(device, schedule(device.graph, result.choices), inputs)
-        over = step.placement.bytes + outside_arena - budget
-        if over <= 0:
+        excess = step.placement.bytes + outside_arena - budget
+        if excess <= 0:
             validate(device.graph, step.schedule, outside_memory=search.outside_memory)
-            return _TiledStep(device, search.floor_peak, least, step)
+            return _TiledStep(device, search.floor_peak, least_ram, step)
         assert isinstance(result, Solution), "the least fits"
-        target = min(target, result.peak) - max(over, 1)
-    return _TiledStep(device, live=search.floor_peak, bytes=least, fastest=None)
+        target = min(target, result.peak) - excess
+    return _TiledStep(device, search.floor_peak, least_ram, fastest=None)
 
 
 def _infer_pass(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
@@ -312,7 +318,7 @@ def _check_fused(device: DeviceGraph, order: Schedule) -> None:
     """Assert that no weight is read after its fused update, where gradients are not added up."""
     if order.choices.gradients.adds:
         return
-    parameter_of = {device.graph.base(gradient): param for param, gradient in device.graph.gradients}
+    parameter_of = {device.graph.base(gradient): parameter for parameter, gradient in device.graph.gradients}
     updated = set[int]()
     for action in (*order.forward, *order.backward):
         assert updated.isdisjoint(action.reads), "a weight is read after its update"
@@ -327,24 +333,28 @@ def largest_input(request: Request) -> str:
     """
     names = _argument_names(request)
     sizes = {
-        str(at): tensor.numel() * tensor.element_size()
-        for at, tensor in enumerate(request.call.tensors)
-        if names[at].startswith(INPUT) and str(tensor.dtype).removeprefix("torch.") in IN_ARENA
+        str(position): tensor.numel() * tensor.element_size()
+        for position, tensor in enumerate(request.call.tensors)
+        if names[position].startswith(INPUT) and str(tensor.dtype).removeprefix("torch.") in IN_ARENA
     }
     if not sizes:
         raise InputError(
             "input_in_arena=True, and all inputs are integers of more than eight bits",
             expected="an input in float32, uint8 or int8", do="Leave it out: such inputs are small",
         )  # fmt: skip
-    return max(sizes, key=lambda at: sizes[at])
+    return max(sizes, key=lambda position: sizes[position])
 
 
 def _argument_names(request: Request) -> dict[int, str]:
     """Return the C name of each tensor of the call, by its position: x for an input, y for a target, or x0, x1, ..."""
-    targets = getattr(request.step, "targets", 0)
-    inputs = len(request.call.tensors) - targets
-    names = [f"{INPUT}{k}" if inputs > 1 else INPUT for k in range(inputs)]
-    return dict(enumerate([*names, *(f"{TARGET}{k}" if targets > 1 else TARGET for k in range(targets))]))
+    target_count = getattr(request.step, "targets", 0)
+    input_count = len(request.call.tensors) - target_count
+    names = [
+        f"{letter}{k}" if count > 1 else letter
+        for letter, count in ((INPUT, input_count), (TARGET, target_count))
+        for k in range(count)
+    ]
+    return dict(enumerate(names))
 
 
 def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: Stored) -> Memory:
@@ -353,26 +363,24 @@ def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str],
     read = {value.path for graph in graphs for op in graph.ops for base in op.reads
             if (value := graph.values[base]).kind in ("parameter", "buffer")}  # fmt: skip
     tensors = tensors_of(request)
-    changed = {v.path for v in step.values if v.kind == "buffer" and v.bytes}
+    changed = {v.path for v in step.values if v.kind == "buffer" and v.bytes}  # those in flash have no bytes of RAM
     order = [path for path in tensors if path in read | trained | changed]
     shapes = {path: tuple(tensors[path].shape) for path in order}
     frozen = [path for path in order if path not in trained and path not in changed]
     values = {path: tensors[path].detach().numpy().astype(np.float32) for path in order}
-    narrow = readable(graphs, frozen) if stored.frozen == "int8" else set()
-    int8 = {path: quantized(values[path]) for path in frozen if path in narrow}
-    rounded = dict[str, Quantized]()
-    if stored.trained == "int8":
-        readable_int8 = readable(graphs, trained)
-        rounded = {path: _trainable(path, values[path]) for path in order if path in readable_int8}
+    frozen_in_int8 = readable(graphs, frozen) if stored.frozen == "int8" else set()
+    trained_in_int8 = readable(graphs, trained) if stored.trained == "int8" else set()
+    frozen_int8 = {path: quantized(values[path]) for path in frozen if path in frozen_in_int8}
+    trained_int8 = {path: _trainable(path, values[path]) for path in order if path in trained_in_int8}
     return Memory(
-        trained=laid_out((path, shapes[path]) for path in order if path in trained and path not in rounded),
+        trained=laid_out((path, shapes[path]) for path in order if path in trained and path not in trained_int8),
         statistics=laid_out((path, shapes[path]) for path in order if path in changed),
-        frozen=laid_out((path, shapes[path]) for path in frozen if path not in int8),
+        frozen=laid_out((path, shapes[path]) for path in frozen if path not in frozen_int8),
         values=values,
-        int8=laid_out((path, shapes[path]) for path in int8),
-        scales=laid_out((path, shapes[path][:1]) for path in (*int8, *rounded)),
-        trained_int8=laid_out((path, shapes[path]) for path in rounded),
-        quantized=int8 | rounded,
+        int8=laid_out((path, shapes[path]) for path in frozen_int8),
+        scales=laid_out((path, shapes[path][:1]) for path in (*frozen_int8, *trained_int8)),
+        trained_int8=laid_out((path, shapes[path]) for path in trained_int8),
+        quantized=frozen_int8 | trained_int8,
     )
 
 
@@ -384,6 +392,7 @@ def _trainable(path: str, weight: np.ndarray) -> Quantized:
             do="Initialize it, or train in float32: leave out trained_weights='int8'",
         )  # fmt: skip
     largest, floats = float(np.abs(weight).max()), np.finfo(np.float32)
+    # scales, `largest * HEADROOM / LARGEST_INT8`, have to be normal numbers
     if not LARGEST * float(floats.tiny) <= largest * HEADROOM <= float(floats.max):
         raise InputError(
             f"{path} has a largest magnitude of {largest:g}, and {HEADROOM:g} times that is no range of eight bits in "

@@ -67,7 +67,9 @@ class _Options:
     name: str | None
     stored: Stored
     flash: int | None
+    """Bytes; None: no bound."""
     batches: Any
+    """On which a search chooses the parameters to train; None: no search."""
     verify: bool | None
     device: str | None
     force: bool
@@ -154,12 +156,12 @@ def export(
         >>> done.ram <= 512 << 10
         True
     """
-    bound = None if flash is None else parse_bytes(flash)
+    flash_bytes = None if flash is None else parse_bytes(flash)
     types_of = {"frozen_weights": frozen_weights, "frozen_layers": frozen_layers, "trained_weights": trained_weights}
-    for option, given in types_of.items():
-        if given not in get_args(Narrow):
+    for option, type in types_of.items():
+        if type not in get_args(Narrow):
             types = " or ".join(map(repr, get_args(Narrow)))
-            raise UsageError(f"{option}={given!r}", expected=types, do="Leave it out")
+            raise UsageError(f"{option}={type!r}", expected=types, do="Leave it out")
     if (frozen_layers == "int8") != (calibrate is not None):
         raise UsageError(
             "frozen_layers='int8' without calibrate" if calibrate is None else "calibrate without frozen_layers='int8'",
@@ -167,11 +169,12 @@ def export(
             do="Give frozen_layers='int8' and calibrate=[(x, y), ...] (--frozen-layers int8 --calibrate TARGET)",
         )
     stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart)
-    gradients = Gradients(accumulate, clip_norm, clip_value)
-    seen = None if normalize is None else Normalization.of(normalize)
     options = _Options(
-        budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate, input_in_arena
-    )
+        budget, name, stored, flash=flash_bytes, batches=search_update, verify=verify, device=device, force=force,
+        gradients=Gradients(accumulate, clip_norm, clip_value),
+        normalization=None if normalize is None else Normalization.of(normalize), calibrate=calibrate,
+        input_in_arena=input_in_arena,
+    )  # fmt: skip
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, autocast=None), Path(folder), options)
 
 
@@ -208,20 +211,23 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         if options.stored.trained == "int8":
             check_any(plan.layout.memory)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
-        before, trained = rounded_weights(request, plan.layout.memory), None
+        # the model has rounded weights from here on; of those that are trained in int8: their elements in float32
+        float_elements, int8_trained = rounded_weights(request, plan.layout.memory), None
         recorded = run_reference_steps(request, plan.layout, STEPS, int8)
-        if before:
-            trained = int8_losses(request, plan.layout, STEPS, int8, before)
+        if float_elements:
+            int8_trained = int8_losses(request, plan.layout, STEPS, int8, float_elements)
+    int8_frozen = None if int8 is None else int8.report
     result = Exported.of_plan(
-        plan, name, folder, request.bytes, rounding, choice, None if int8 is None else int8.report, trained
+        plan, name, folder, request.bytes, rounding, choice, int8=int8_frozen, int8_trained=int8_trained
     )
     _write(folder, plan.layout, recorded)
-    verify, device = options.verify, options.device
     verdict = NOT_VERIFIED
-    if verify is not False:
-        check = partial(_updates_checked, request, plan.layout, int8) if before else None
-        verdict = prove(folder, plan.layout, recorded, needed=bool(verify), check=check)
-    core = None if device is None else run_on_core(device, folder.resolve(), plan.layout, recorded)
+    if options.verify is not False:
+        check = partial(_updates_checked, request, plan.layout, int8) if float_elements else None
+        verdict = prove(folder, plan.layout, recorded, needed=bool(options.verify), check=check)
+    core = None
+    if options.device is not None:
+        core = run_on_core(options.device, folder.resolve(), plan.layout, recorded)
     _write_readme(folder, plan.layout, verdict, core)
     if core is not None:
         check_flash(plan, options.flash, core)
@@ -231,7 +237,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
 def _updates_checked(
     request: Request, layout: StepLayout, int8: Int8Step | None, states: np.ndarray, losses: np.ndarray
 ) -> UpdatesChecked:
-    """Compare each step of the device with one of PyTorch: see `check_updates`."""
+    """Compare each step of the device with one of PyTorch: `check_updates`, run reproducibly (see `undisturbed`)."""
     with undisturbed(real=True):
         return check_updates(request, layout, int8, states, losses)
 
@@ -323,17 +329,17 @@ def device_copy(model: Any) -> Any:
 def captured_passes(request: Request) -> tuple[CapturedStep, CapturedStep]:
     """Capture the step, and its forward pass in evaluation mode: without the loss, where the model itself returns it,
     or where it cannot be computed of what the model returns then."""
-    whole = device_step(request)
+    with_loss = device_step(request)
     with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(recurrent_functions()):
-        step = capture_step(whole, request.call)
+        step = capture_step(with_loss, request.call)
         with _evaluating(request.model):
-            if whole.has_loss:
+            if with_loss.has_loss:
                 with suppress(RecordingError):
-                    return step, capture_step(whole, request.call).forward_only(loss=True)
+                    return step, capture_step(with_loss, request.call).forward_only(loss=True)
             args, kwargs = request.call.rebuild(request.call.tensors)
-            alone = DeviceStep(request.model, loss=None, targets=0, normalization=whole.normalization)
-            call = call_of(args[: len(args) - whole.targets], kwargs)
-            return step, capture_step(alone, call).forward_only(loss=False)
+            model_alone = DeviceStep(request.model, loss=None, targets=0, normalization=with_loss.normalization)
+            call = call_of(args[: len(args) - with_loss.targets], kwargs)
+            return step, capture_step(model_alone, call).forward_only(loss=False)
 
 
 @contextmanager

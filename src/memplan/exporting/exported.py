@@ -93,6 +93,10 @@ class Exported(Written, Displayed):
         """Return the result of a plan before verification."""
         layout, step = plan.layout, plan.layout.step
         memory, graph = layout.memory, step.device.graph
+        # weights of integer layers are constants of the graph, not tensors of `Memory`
+        integer_layer_weights = 0 if int8 is None else int8.weights
+        # the error that says what a budget is too small for: here its list of owners alone is of use
+        peak_owners = budget_error(step.schedule, plan.surroundings, budget).held_by
         return cls(
             name=layout.name,
             given_name=given_name,
@@ -104,12 +108,12 @@ class Exported(Written, Displayed):
             inputs=sum(value.bytes for value in graph.values if value.kind == "input"),
             flash=memory.flash + layout.constants,
             trained=memory.elements("trained") + memory.elements("trained_int8"),
-            frozen=memory.elements("frozen") + memory.elements("int8") + (0 if int8 is None else int8.weights),
+            frozen=memory.elements("frozen") + memory.elements("int8") + integer_layer_weights,
             recomputed=sum(action.recomputed for action in step.schedule.backward),
             fused=len(step.device.fused),
             smallest_budget=plan.smallest,
             levers=plan.levers,
-            held_by=tuple(o for o in budget_error(step.schedule, plan.surroundings, budget).held_by if o.bytes),
+            held_by=tuple(owner for owner in peak_owners if owner.bytes),
             timeline=timeline_of(step.schedule, plan.surroundings),
             byte_inputs=layout.byte_inputs,
             in_arena=layout.in_arena,

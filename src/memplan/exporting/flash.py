@@ -28,10 +28,10 @@ def check_flash(plan: DevicePlan, bound: int | None, core: CortexRun | None = No
     size = weights + layout.constants if core is None else core.text + core.rodata
     if bound is None or size <= bound:
         return
-    what = f"the weights take {format_bytes(weights)}"
-    what += "" if core is None else f", code and tables {format_bytes(size - weights)}"
+    parts = f"the weights take {format_bytes(weights)}"
+    parts += "" if core is None else f", code and tables {format_bytes(size - weights)}"
     raise BudgetError(
-        f"The flash is {format_bytes(bound)}, and {what}: {_largest(layout)}",
+        f"The flash is {format_bytes(bound)}, and {parts}: {_largest(layout)}",
         expected=f"at least {size} bytes of flash" + (" and the code" if core is None else ", libm not counted"),
         do="; or ".join(_remedies(plan, weights, size)),
         smallest_budget=size,
@@ -42,6 +42,7 @@ def _largest(layout: StepLayout) -> str:
     """Return names and bytes of the largest tensors, as text."""
     memory = layout.memory
     sizes = [(4 * tensor.size, tensor) for tensor in (*memory.trained, *memory.statistics, *memory.frozen)]
+    # with a scale for each index of the first dimension
     sizes += [(tensor.size + 4 * tensor.shape[0], tensor) for tensor in (*memory.int8, *memory.trained_int8)]
     sizes.sort(key=lambda pair: -pair[0])
     named = [f"{tensor.path} {format_bytes(size)}" for size, tensor in sizes[:NAMED]]
@@ -56,8 +57,7 @@ def _remedies(plan: DevicePlan, weights: int, size: int) -> list[str]:
     if saved > 0:
         remedies.append(f"Keep frozen weights in eight bits: frozen_weights='int8' ({format_bytes(size - saved)})")
     if weights:
-        left = format_bytes(size - weights)
-        remedies.append(
-            f"{'k' if saved > 0 else 'K'}eep the weights elsewhere: weights_file=True ({left} beside the code)"
-        )
+        without_weights = format_bytes(size - weights)
+        keep = "keep" if remedies else "Keep"  # behind a semicolon
+        remedies.append(f"{keep} the weights elsewhere: weights_file=True ({without_weights} beside the code)")
     return remedies or ["Take a smaller model"]

@@ -51,8 +51,8 @@ def prepared_folder(folder: Path, name: str, force: bool) -> Path:
                 expected="a name whose files are no other export's",
                 do="Choose another name or folder",
             )
-    known = {file for export in exports for file in files_of(export)} | ({SHARED} if exports else set())
-    foreign = sorted(files - known)
+    files_of_exports = {file for export in exports for file in files_of(export)} | ({SHARED} if exports else set())
+    foreign = sorted(files - files_of_exports)
     if foreign and not force:
         raise InputError(
             f"{folder} holds other files ({', '.join(foreign[:3])}{', ...' if foreign[3:] else ''})",
@@ -83,9 +83,9 @@ def replace_files(folder: Path, name: str, contents: Mapping[str, str | bytes]) 
         old.mkdir()
         for file, content in contents.items():
             (new / file).write_bytes(content.encode() if isinstance(content, str) else content)
-        unused = {f"{name}.bin", f"{name}_weights.h"} - set(contents)
+        outdated = {f"{name}.bin", f"{name}_weights.h"} - set(contents)  # an export has one of them
         try:
-            for file in (*contents, *unused):
+            for file in (*contents, *outdated):
                 if os.path.lexists(folder / file):
                     os.replace(folder / file, old / file)
             for file in contents:

@@ -41,7 +41,7 @@ class Int8Layer(Printed):
     zero: int
     """Its result is ``scale * (q - zero)`` for integers q from -128 to 127."""
     before: tuple[float, int] | None
-    """Scale and zero of the result before an activation by table; None without one."""
+    """Scale and zero point of the result before an activation by table; None without one."""
     error: float
     """Root of the mean squared error relative to that of the float32 result, on the calibration data."""
 
@@ -91,16 +91,19 @@ class Int8Pass:
     def integers(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Integers, np.ndarray]]:
         """Yield each layer with its result in int8, for tensors of the step's call."""
         values = self.part.graph.values
-        read = {value: self.input_of(value, inputs) for integers in self.layers for value in integers.layer.reads}
-        arrays = {value: tensor.detach().contiguous().numpy() for value, tensor in read.items() if tensor is not None}
+        operands = {value for integers in self.layers for value in integers.layer.reads}
+        tensors = {value: self.input_of(value, inputs) for value in operands}
+        arrays = {
+            value: tensor.detach().contiguous().numpy() for value, tensor in tensors.items() if tensor is not None
+        }
         shapes = {integers.layer.out: values[integers.layer.out].shape for integers in self.layers}
         return integer_values(self.layers, arrays, shapes)
 
     def input_of(self, value: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return an input, or a view of one; None for what a layer computes."""
-        of = self.part.graph.values[value]
-        base = self.part.graph.values[of.base]
-        return inputs[int(base.path)].reshape(of.shape) if base.kind == "input" else None
+        """Return the tensor of a value that is an input or a view of one; None for what a layer computes."""
+        shape = self.part.graph.values[value].shape
+        base = self.part.graph.values[self.part.graph.base(value)]
+        return inputs[int(base.path)].reshape(shape) if base.kind == "input" else None
 
     def floats(
         self, named: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32,
@@ -115,15 +118,15 @@ class Int8Pass:
             replaced: elements that later ops read in place of what was computed.
         """
 
-        def tensor(value: Value) -> torch.Tensor:
+        def tensor_of(value: Value) -> torch.Tensor:
             if value.kind == "input":
-                known = inputs[int(value.path)]
+                tensor = inputs[int(value.path)]
             else:
-                known = self.constants[value.id] if value.kind == "constant" else named[value.path]
-            return known.detach().to(dtype) if known.is_floating_point() else known
+                tensor = self.constants[value.id] if value.kind == "constant" else named[value.path]
+            return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
 
         with torch.no_grad():
-            yield from float_values(self.part, tensor, dtype, replaced)
+            yield from float_values(self.part, tensor_of, dtype, replaced)
 
     @contextmanager
     def replacing(
@@ -134,18 +137,21 @@ class Int8Pass:
         Raises:
             VerificationError: PyTorch computes no such value.
         """
-        borders = {
+        device_results = {
             integers.layer.out: torch.from_numpy(integers.type.floats(array)).to(dtype)
             for integers, array in self.integers(inputs)
             if integers.layer.out in self.part.borders
         }
-        computed = self.floats(named, inputs, dtype, borders)
-        # what is a view of another border is replaced with it
-        pairs = [(tensor.clone(), other) for value, tensor in computed
-                 if (other := borders.get(value)) is not None and not torch.equal(tensor, other)]  # fmt: skip
-        with _torch.ResultsReplaced(pairs) as mode:
+        # (what PyTorch computes, what it is to read instead). A view of a replaced result is equal to the device's
+        # already, and needs no pair.
+        replacements = [
+            (tensor.clone(), device_result)
+            for value, tensor in self.floats(named, inputs, dtype, device_results)
+            if (device_result := device_results.get(value)) is not None and not torch.equal(tensor, device_result)
+        ]
+        with _torch.ResultsReplaced(replacements) as mode:
             yield
-        if mode.left:
+        if mode.left:  # pairs whose first tensor no op computed
             raise VerificationError(
                 "the frozen part does not compute twice the same", expected="a deterministic model",
                 do="Report it, or leave out frozen_layers='int8'",
@@ -171,23 +177,23 @@ def int8_step(request: Request, passes: tuple[CapturedStep, CapturedStep], batch
     Raises:
         InputError: a batch does not fit the step, or the range of a layer on the data does not fit eight bits.
     """
-    data = calibration_samples(request, batches)
-    changed = {target for captured in passes for target in _changed(captured.graph)}
-    trained = {passes[0].graph.values[of].path for of, _ in passes[0].graph.gradients}
-    among, done = None, list[tuple[Int8Pass, CapturedStep]]()
-    for captured in passes:
-        part = _part(request, captured, trained | changed, among)
-        among = part.calls
-        done.append(_quantized(request, captured, part, data))
-    (step, step_graph), (infer, infer_graph) = done
-    if not step.layers:
+    samples = calibration_samples(request, batches)
+    step, infer = passes
+    changed = {path for captured in passes for path in _changed_buffers(captured.graph)}
+    trained = {step.graph.values[parameter].path for parameter, _ in step.graph.gradients}
+    step_part = _part(request, step, trained | changed, among=None)
+    infer_part = _part(request, infer, trained | changed, among=step_part.calls)  # no more than in the step
+    int8_pass, int8_captured = _quantized(request, step, step_part, samples)
+    int8_infer, int8_infer_captured = _quantized(request, infer, infer_part, samples)
+    if not int8_pass.layers:
         return None
-    return Int8Step(step, infer, _report(request, step, data), (step_graph, infer_graph))
+    report = _report(request, int8_pass, samples)
+    return Int8Step(int8_pass, int8_infer, report, captured=(int8_captured, int8_infer_captured))
 
 
-def _changed(graph: JointGraph) -> set[str]:
+def _changed_buffers(graph: JointGraph) -> set[str]:
     """Return the names of the buffers that a step changes."""
-    return {graph.values[target].path for target, _ in graph.mutations}
+    return {graph.values[buffer].path for buffer, _ in graph.mutations}
 
 
 def calibration_samples(request: Request, batches: Any) -> list[tuple[torch.Tensor, ...]]:
@@ -204,42 +210,53 @@ def calibration_samples(request: Request, batches: Any) -> list[tuple[torch.Tens
             f"calibrate=a {type(batches).__name__}", expected="an iterable of batches, each a tuple of inputs and "
             "targets", do="Pass such as [(x, y)], or a DataLoader"
         )  # fmt: skip
-    wanted, samples = request.call.tensors, list[tuple[torch.Tensor, ...]]()
-    for at, batch in enumerate(batches):
-        given = call_of(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}).tensors
-        sizes = {len(x) // len(like) if like.dim() and x.dim() else 1 for x, like in zip(given, wanted, strict=False)}
-        pieces = sizes.pop() if len(sizes) == 1 else 0
-        fits = len(given) == len(wanted) and all(
-            x.shape == (torch.Size([pieces * len(like), *like.shape[1:]]) if like.dim() else like.shape)
-            and x.is_floating_point() == like.is_floating_point()
-            for x, like in zip(given, wanted, strict=True)
-        )
-        if not pieces or not fits:
-            shapes = ", ".join("x".join(map(str, x.shape)) for x in given)
+    step_tensors, samples = request.call.tensors, list[tuple[torch.Tensor, ...]]()
+    for number, batch in enumerate(batches):
+        tensors = call_of(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}).tensors
+        calls = _calls_in(tensors, step_tensors)
+        if not calls:
+            shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
             raise InputError(
-                f"batch {at} of calibrate: tensors of {shapes}",
+                f"batch {number} of calibrate: tensors of {shapes}",
                 expected="inputs and targets in shapes and types of the step, or several of them one behind another",
                 do="Drop the last, smaller batch: drop_last=True of a DataLoader"
-                if samples and _is_incomplete(given, wanted)
+                if samples and _is_incomplete(tensors, step_tensors)
                 else "Give each batch as a tuple: inputs, then targets",
             )
-        tensors = [_converted(x.detach(), like.dtype, at) for x, like in zip(given, wanted, strict=True)]
-        parts = [x.chunk(pieces) if like.dim() else [x] * pieces for x, like in zip(tensors, wanted, strict=True)]
-        samples += list(zip(*parts, strict=True))
+        by_tensor = list[Sequence[torch.Tensor]]()  # of each tensor, its part in each call
+        for tensor, like in zip(tensors, step_tensors, strict=True):
+            converted = _converted(tensor.detach(), like.dtype, number)
+            by_tensor.append(converted.chunk(calls) if like.dim() else [converted] * calls)
+        samples += list(zip(*by_tensor, strict=True))
     if not samples:
         raise InputError("calibrate has no batch", expected="batches of inputs and targets", do="Give some data")
     return samples
 
 
-def _is_incomplete(given: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+def _calls_in(tensors: Sequence[torch.Tensor], step_tensors: Sequence[torch.Tensor]) -> int:
+    """Return the number of calls of the step that a batch is split into; 0 if it does not fit the step."""
+    pairs = list(zip(tensors, step_tensors, strict=False))
+    calls_by_tensor = {len(tensor) // len(like) if like.dim() and tensor.dim() else 1 for tensor, like in pairs}
+    if len(tensors) != len(step_tensors) or len(calls_by_tensor) != 1:
+        return 0
+    (calls,) = calls_by_tensor
+    for tensor, like in pairs:
+        shape = torch.Size([calls * len(like), *like.shape[1:]]) if like.dim() else like.shape
+        if tensor.shape != shape or tensor.is_floating_point() != like.is_floating_point():
+            return 0
+    return calls
+
+
+def _is_incomplete(tensors: Sequence[torch.Tensor], step_tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a batch differs from the step's inputs in the number of samples only."""
-    return len(given) == len(wanted) and all(
-        x.dim() == like.dim() and x.shape[1:] == like.shape[1:] for x, like in zip(given, wanted, strict=True)
+    return len(tensors) == len(step_tensors) and all(
+        tensor.dim() == like.dim() and tensor.shape[1:] == like.shape[1:]
+        for tensor, like in zip(tensors, step_tensors, strict=True)
     )
 
 
-def _converted(tensor: torch.Tensor, dtype: torch.dtype, at: int) -> torch.Tensor:
-    """Return a tensor of batch ``at`` in the step's dtype.
+def _converted(tensor: torch.Tensor, dtype: torch.dtype, batch: int) -> torch.Tensor:
+    """Return a tensor of batch number ``batch`` in the step's dtype.
 
     Raises:
         InputError: the dtype does not hold an element, or an element is not finite.
@@ -248,14 +265,14 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype, at: int) -> torch.Tenso
         bounds, low, high = torch.iinfo(dtype), int(tensor.min()), int(tensor.max())
         if low < bounds.min or high > bounds.max:
             raise InputError(
-                f"batch {at} of calibrate: integers from {low} to {high}",
+                f"batch {batch} of calibrate: integers from {low} to {high}",
                 expected=f"those of the step's {str(dtype).removeprefix('torch.')}: {bounds.min} to {bounds.max}",
                 do="Give the data as the device reads it",
             )
     converted = tensor.to(dtype)
     if not converted.isfinite().all():
         raise InputError(
-            f"batch {at} of calibrate: elements that are not finite",
+            f"batch {batch} of calibrate: elements that are not finite",
             expected="numbers, which have a range",
             do="Leave such samples out",
         )
@@ -269,76 +286,76 @@ def _part(request: Request, captured: CapturedStep, unfrozen: set[str], among: A
     frozen = {v.id: tensors[v.path] for v in graph.values
               if v.kind in ("parameter", "buffer") and v.path not in unfrozen}  # fmt: skip
     frozen |= captured.constants
-    count = len(request.call.tensors) - device_step(request).targets
-    inputs = [value.id for value in graph.values if value.kind == "input" and int(value.path) < count]
+    input_count = len(request.call.tensors) - device_step(request).targets  # targets are the last tensors
+    inputs = [value.id for value in graph.values if value.kind == "input" and int(value.path) < input_count]
     return frozen_part(graph, frozen, inputs, captured.written, among)
 
 
 def _quantized(
-    request: Request, captured: CapturedStep, part: FrozenPart, data: Sequence[tuple[torch.Tensor, ...]]
+    request: Request, captured: CapturedStep, part: FrozenPart, samples: Sequence[tuple[torch.Tensor, ...]]
 ) -> tuple[Int8Pass, CapturedStep]:
     """Return the integers of a frozen part, and the captured pass with integer kernels."""
-    plain, named = Int8Pass(part, (), captured.constants), tensors_of(request)
+    float_pass, named = Int8Pass(part, (), captured.constants), tensors_of(request)
     ranges: dict[int, tuple[float, float]] = {}
-    for inputs in data:
-        read = ((value, plain.input_of(value, inputs)) for value in part.inputs)
-        for value, tensor in (*((v, t) for v, t in read if t is not None), *plain.floats(named, inputs)):
-            if tensor.is_floating_point() and tensor.numel():
-                low, high = ranges.get(value, (0.0, 0.0))
-                least, most = tensor.aminmax()  # not a number if an element is, as what NumPy makes of it
-                ranges[value] = (float(np.minimum(low, float(least))), float(np.maximum(high, float(most))))
-    known = {
-        v.id: t
-        for v in part.graph.values
-        if v.id in captured.constants and (t := captured.constants[v.id]).numel() == 1
-    }
-    layers = tuple(integer_layers(part.layers, ranges, known))
+    for inputs in samples:
+        read = [(value, float_pass.input_of(value, inputs)) for value in part.inputs]
+        for value, tensor in (*read, *float_pass.floats(named, inputs)):
+            if tensor is not None and tensor.is_floating_point() and tensor.numel():
+                low, high = ranges.get(value, (0.0, 0.0))  # a range contains 0
+                smallest, largest = tensor.aminmax()  # not a number if an element is, as what NumPy makes of it
+                ranges[value] = (float(np.minimum(low, float(smallest))), float(np.maximum(high, float(largest))))
+    numbers = {value: tensor for value, tensor in captured.constants.items() if tensor.numel() == 1}
+    layers = tuple(integer_layers(part.layers, ranges, numbers))
     graph, constants = rewritten(part, layers, captured.constants)
-    return replace(plain, layers=layers), replace(captured, graph=graph, constants=constants)
+    return replace(float_pass, layers=layers), replace(captured, graph=graph, constants=constants)
 
 
-def _report(request: Request, step: Int8Pass, data: Sequence[tuple[torch.Tensor, ...]]) -> Int8Frozen:
+def _report(request: Request, step: Int8Pass, samples: Sequence[tuple[torch.Tensor, ...]]) -> Int8Frozen:
     """Measure the error of each layer and of the loss on the calibration data."""
     named = tensors_of(request)
-    errors, norms = defaultdict[int, float](float), defaultdict[int, float](float)
-    for inputs in data:
-        wanted = dict(step.floats(named, inputs))
+    squared_errors, squared_norms = defaultdict[int, float](float), defaultdict[int, float](float)
+    for inputs in samples:
+        floats = dict(step.floats(named, inputs))
         for integers, array in step.integers(inputs):
-            exact = wanted[integers.layer.out].double().numpy()
-            errors[integers.layer.out] += float(np.square(integers.type.floats(array).astype(np.float64) - exact).sum())
-            norms[integers.layer.out] += float(np.square(exact).sum())
-    rows = {
-        integers.layer.out: Int8Layer(
-            integers.layer.ops[-1].layer if integers.layer.ops else "(input)",
-            tuple(short(op.target).strip("_") for op in integers.layer.ops),
-            integers.type.scale, integers.type.zero,
-            None if integers.before is integers.type else (integers.before.scale, integers.before.zero),
-            (errors[integers.layer.out] / norms[integers.layer.out]) ** 0.5 if norms[integers.layer.out] else 0.0,
-        )
-        for integers in step.layers
-    }  # fmt: skip
+            value = integers.layer.out
+            exact = floats[value].double().numpy()
+            squared_errors[value] += float(np.square(integers.type.floats(array).astype(np.float64) - exact).sum())
+            squared_norms[value] += float(np.square(exact).sum())
+    reports = dict[int, Int8Layer]()
+    for integers in step.layers:
+        layer, result, before = integers.layer, integers.type, integers.before
+        norm = squared_norms[layer.out]
+        reports[layer.out] = Int8Layer(
+            layer.ops[-1].layer if layer.ops else "(input)", tuple(short(op.target).strip("_") for op in layer.ops),
+            scale=result.scale, zero=result.zero, before=None if before is result else (before.scale, before.zero),
+            error=(squared_errors[layer.out] / norm) ** 0.5 if norm else 0.0,
+        )  # fmt: skip
     views = {integers.layer.out for integers in step.layers if isinstance(integers.layer, View)}
+    loss, int8_loss = _losses(request, step, samples)
     return Int8Frozen(
-        tuple(row for value, row in rows.items() if value not in views),
-        tuple(rows[value] for value in step.part.borders),
-        tuple(dict.fromkeys(map(str, step.part.stops))),
-        sum(integers.layer.weight.size for integers in step.layers if isinstance(integers.layer, Convolution)),
-        *_losses(request, step, data),
+        layers=tuple(report for value, report in reports.items() if value not in views),
+        borders=tuple(reports[value] for value in step.part.borders),
+        stays=tuple(dict.fromkeys(map(str, step.part.stops))),
+        weights=sum(integers.layer.weight.size for integers in step.layers if isinstance(integers.layer, Convolution)),
+        loss=loss,
+        int8_loss=int8_loss,
     )
 
 
-def _losses(request: Request, step: Int8Pass, data: Sequence[tuple[torch.Tensor, ...]]) -> tuple[float, float]:
+def _losses(request: Request, step: Int8Pass, samples: Sequence[tuple[torch.Tensor, ...]]) -> tuple[float, float]:
     """Return the mean loss of a training step's forward pass with the frozen part in float32, and in eight bits."""
 
-    def mean(within: Callable[[Mapping[str, torch.Tensor], Sequence[torch.Tensor]], Any]) -> float:
+    def mean_loss(context: Callable[[Mapping[str, torch.Tensor], Sequence[torch.Tensor]], Any]) -> float:
         module, total = copy.deepcopy(device_step(request)), 0.0
         named = tensors_of(replace(request, step=module, model=module.model))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            for inputs in data:
+            torch.manual_seed(0)  # the same dropouts in both
+            for inputs in samples:
                 args, kwargs = request.call.rebuild(inputs)
-                with within(named, inputs):
+                with context(named, inputs):
                     total += float(module(*args, **kwargs))
-        return total / len(data)
+        return total / len(samples)
 
-    return mean(lambda named, inputs: nullcontext()), mean(lambda n, inputs: step.replacing(n, inputs, torch.float32))
+    in_float32 = mean_loss(lambda named, inputs: nullcontext())
+    in_int8 = mean_loss(lambda named, inputs: step.replacing(named, inputs, torch.float32))
+    return in_float32, in_int8

@@ -26,15 +26,14 @@ def fusible(graph: JointGraph) -> dict[int, GraphOp]:
 
     Only the update may read the gradient, and the gradient has the parameter's strides.
     """
-    bases = [graph.base(gradient) for _, gradient in graph.gradients]
-    read = {base for op in graph.ops if not op.is_view for base in op.reads}
-    outputs = {graph.base(value) for value in graph.outputs}
+    gradient_bases = [graph.base(gradient) for _, gradient in graph.gradients]
+    used = {base for op in graph.ops if not op.is_view for base in op.reads} | set(map(graph.base, graph.outputs))
     makers = dict[int, GraphOp]()
     for parameter, gradient in graph.gradients:
         base, maker = graph.base(gradient), graph.maker.get(graph.base(gradient))
-        only_updated = bases.count(base) == 1 and base not in read | outputs
+        only_updates = gradient_bases.count(base) == 1 and base not in used
         same_layout = graph.values[gradient].stride == graph.values[parameter].stride
-        if maker is not None and maker.target in ELEMENT_BY_ELEMENT and only_updated and same_layout:
+        if maker is not None and maker.target in ELEMENT_BY_ELEMENT and only_updates and same_layout:
             makers[parameter] = maker
     return makers
 
@@ -56,9 +55,10 @@ def _cost_of_later_update(graph: JointGraph, parameter: int, maker: GraphOp) -> 
     """
     operands = [graph.values[base] for base in maker.reads]
     activations = [v for v in operands if v.op is None or graph.ops[v.op].phase == "forward"]
-    saved = [0 if v.kind in RESIDENT else v.bytes for v in activations]
-    results = [graph.values[value].bytes for op in graph.backward_ops if parameter in op.reads for value in op.makes]
-    return min(max(saved, default=0), max(results, default=0))
+    activation_bytes = [0 if v.kind in RESIDENT else v.bytes for v in activations]
+    readers = [op for op in graph.backward_ops if parameter in op.reads]
+    input_gradient_bytes = [graph.values[value].bytes for op in readers for value in op.makes]
+    return min(max(activation_bytes, default=0), max(input_gradient_bytes, default=0))
 
 
 def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: GradientUse) -> DeviceGraph:
@@ -71,32 +71,32 @@ def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: Gr
     makers = {parameter: op for parameter, op in fusible(graph).items() if parameter in parameters}
     if not makers:
         return device
-    with_views = {  # the op that computes the gradient, and the views of the gradient, which move with it
-        parameter: [maker, *(op for op in graph.ops if op.is_view and maker.makes[0] in op.reads)]
-        for parameter, maker in makers.items()
-    }
-    after_op: dict[int, list[GraphOp]] = {}
-    for parameter, group in with_views.items():
+    moved_after: dict[int, list[GraphOp]] = {}
+    """By op: the ops that follow it now."""
+    moved_indices = set[int]()
+    for parameter, maker in makers.items():
+        # the op that computes the gradient, and the views of the gradient, which move with it
+        group = [maker, *(op for op in graph.ops if op.is_view and maker.makes[0] in op.reads)]
         readers = () if use.adds else graph.backward_ops
-        last = max((op.index for op in readers if parameter in op.reads), default=-1)
-        after_op.setdefault(max(last, group[0].index), []).extend(group)
-    moved = {op.index for group in with_views.values() for op in group}
+        last_reader = max((op.index for op in readers if parameter in op.reads), default=-1)
+        moved_after.setdefault(max(last_reader, maker.index), []).extend(group)
+        moved_indices |= {op.index for op in group}
     rebuild = Rebuild(graph)
-    bases = frozenset(op.makes[0] for op in makers.values())  # these gradients are never stored
-    rebuild.values = [replace(v, bytes=0) if v.id in bases else v for v in rebuild.values]
+    fused = frozenset(maker.makes[0] for maker in makers.values())
+    rebuild.values = [replace(v, bytes=0) if v.id in fused else v for v in rebuild.values]  # they are never stored
     for op in graph.ops:
-        if op.index not in moved:
+        if op.index not in moved_indices:
             rebuild.add(op)
-        for moved_op in after_op.get(op.index, ()):
+        for moved_op in moved_after.get(op.index, ()):
             rebuild.add(moved_op)
-    return replace(device, graph=_with_encodings(rebuild.finished(), graph), fused=bases)
+    return replace(device, graph=_with_forms(rebuild.finished(), graph), fused=fused)
 
 
-def _with_encodings(reordered: JointGraph, before: JointGraph) -> JointGraph:
-    """Return the reordered graph with the encodings of saved values of `before`, whose readers have new indices."""
-    index = {op.outputs: op.index for op in reordered.ops}
+def _with_forms(reordered: JointGraph, original: JointGraph) -> JointGraph:
+    """Return the reordered graph with the saved forms of `original`, whose readers have new indices."""
+    new_index = {op.outputs: op.index for op in reordered.ops}  # results do not change
     forms = tuple(
-        replace(form, direct=tuple(index[before.ops[reader].outputs] for reader in form.direct))
-        for form in before.forms
+        replace(form, direct=tuple(new_index[original.ops[reader].outputs] for reader in form.direct))
+        for form in original.forms
     )
     return replace(reordered, forms=forms)

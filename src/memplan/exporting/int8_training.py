@@ -86,18 +86,18 @@ def check_rules(rules: UpdateRules) -> None:
     Raises:
         InputError: it keeps numbers in float32 for each weight.
     """
-    found, kind = "", KINDS.get(rules.kind, "") if isinstance(rules.kind, type) else ""
+    reason, kind = "", KINDS.get(rules.kind, "") if isinstance(rules.kind, type) else ""
     if kind != "sgd":
-        found = f"{getattr(rules.kind, '__name__', rules.kind)} keeps moments in float32"
+        reason = f"{getattr(rules.kind, '__name__', rules.kind)} keeps moments in float32"
     elif rules.arrays:
-        found = "momentum is an array in float32"
+        reason = "momentum is an array in float32"
     elif rules.gradients.accumulate > 1:
-        found = f"accumulate={rules.gradients.accumulate} adds gradients up in float32"
+        reason = f"accumulate={rules.gradients.accumulate} adds gradients up in float32"
     elif rules.gradients.clip_norm is not None:
-        found = "clip_norm needs all gradients, in float32, before the first update"
-    if found:
+        reason = "clip_norm needs all gradients, in float32, before the first update"
+    if reason:
         raise InputError(
-            f"trained_weights='int8': {found}, which takes four times the memory of the weights or more",
+            f"trained_weights='int8': {reason}, which takes four times the memory of the weights or more",
             expected="SGD without momentum, one update a call, gradients as they are or clipped by value", do=DO,
         )  # fmt: skip
 
@@ -110,9 +110,9 @@ def check_any(memory: Memory) -> None:
     """
     if not memory.trained_int8:
         names = [tensor.path for tensor in memory.trained]
-        rest = f" and {counted(len(names) - 3, 'more')}" if len(names) > 3 else ""
+        others = f" and {counted(len(names) - 3, 'more')}" if len(names) > 3 else ""
         raise InputError(
-            f"trained_weights='int8', and what is trained stays in float32: {', '.join(names[:3])}{rest}",
+            f"trained_weights='int8', and what is trained stays in float32: {', '.join(names[:3])}{others}",
             expected="a weight that convolutions, linear layers or embeddings alone read",
             do="Leave out trained_weights='int8', or train such a weight",
         )  # fmt: skip
@@ -123,9 +123,9 @@ def rounded_weights(request: Request, memory: Memory) -> dict[str, torch.Tensor]
     elements that they had, by name."""
     tensors, before = tensors_of(request), dict[str, torch.Tensor]()
     with torch.no_grad():
-        for held in memory.trained_int8:
-            before[held.path] = tensors[held.path].detach().clone()
-            tensors[held.path].copy_(torch.from_numpy(memory.quantized[held.path].floats))
+        for weight in memory.trained_int8:
+            before[weight.path] = tensors[weight.path].detach().clone()
+            tensors[weight.path].copy_(torch.from_numpy(memory.quantized[weight.path].floats))
     return before
 
 
@@ -137,16 +137,16 @@ class Change:
     before: np.ndarray
     """Integers before the update, in int64."""
     change: np.ndarray
-    """What the update takes from them, in float64."""
+    """What the update subtracts from them, before rounding, in float64."""
     drawn: np.ndarray
-    """Random numbers from 0 to 1, in float64."""
+    """Random numbers from 0 to 1, in float64: they decide whether a fraction is rounded up."""
     scales: np.ndarray
-    """In float64; it broadcasts with the others."""
+    """Of the integers, in float64; it broadcasts with the others."""
 
     def after(self, error: float | np.ndarray = 0.0) -> np.ndarray:
-        """Return the integers after the update, where the change is less by `error` in steps."""
-        moved = self.before + np.floor(self.drawn - self.change + error).astype(np.int64)
-        return np.clip(moved, -LARGEST, LARGEST)
+        """Return the integers after the update if it subtracted `error` less. `error` is in steps of the integers."""
+        updated = self.before + np.floor(self.drawn - self.change + error).astype(np.int64)
+        return np.clip(updated, -LARGEST, LARGEST)
 
 
 def changes(
@@ -161,26 +161,27 @@ def changes(
         random: state of the device's random numbers.
         step: number of the step, from 1 on.
     """
-    for held in memory.trained_int8:
-        options, parameter = rules.options[rules.group_of[held.path]], named[held.path]
+    for weight in memory.trained_int8:
+        options, parameter = rules.options[rules.group_of[weight.path]], named[weight.path]
         assert parameter.grad is not None, "it is trained"
-        scales = memory.quantized[held.path].scales.astype(np.float64).reshape(-1, *[1] * (len(held.shape) - 1))
+        scales = memory.quantized[weight.path].scales.astype(np.float64).reshape(-1, *[1] * (len(weight.shape) - 1))
         real, gradient = (tensor.detach().double().numpy() for tensor in (parameter, parameter.grad))
         gradient = -gradient if options.get("maximize") else gradient
         change = float(options["lr"]) * (gradient + float(options["weight_decay"]) * real) / scales
-        places = np.arange(held.offset, held.offset + held.size, dtype=np.uint32).reshape(held.shape)
+        indices = np.arange(weight.offset, weight.offset + weight.size, dtype=np.uint32).reshape(weight.shape)
         before = np.rint(real / scales).astype(np.int64)
-        yield Change(held.path, before, change, drawn(random, step, places), scales)
+        yield Change(weight.path, before, change, drawn(random, step, indices), scales)
 
 
-def drawn(random: int, step: int, places: np.ndarray) -> np.ndarray:
-    """Return the device's random numbers for weights at these places, in a step.
+def drawn(random: int, step: int, indices: np.ndarray) -> np.ndarray:
+    """Return the device's random numbers from 0 to 1 in a step, for elements at these indices of the state's weights in
+    eight bits.
 
     The hash is lowbias32 of C. Wellons (2018), in uint32; 24 bits of it are the fraction.
     """
     with np.errstate(over="ignore"):
         start = np.uint32((random + step * 0x9E3779B9) % 2**32)
-        x = start + places.astype(np.uint32) * np.uint32(0x85EBCA6B)
+        x = start + indices.astype(np.uint32) * np.uint32(0x85EBCA6B)
         x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
         x = (x ^ x >> np.uint32(15)) * np.uint32(0x846CA68B)
         x = x ^ x >> np.uint32(16)
@@ -207,11 +208,12 @@ class Int8Updates:
     def disturb(self, named: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
         """Move one in a thousand of the integers by one, or a single one: as other roundings of updates would."""
         with torch.no_grad():
-            for held in self.memory.trained_int8:
-                weight = named[held.path]
-                scales = torch.from_numpy(self.memory.quantized[held.path].scales).to(weight.dtype)
-                at = torch.randint(held.size, (max(held.size // 1000, 1),), generator=generator)
-                weight.reshape(-1)[at] -= (scales[at // (held.size // held.shape[0])]) * weight.reshape(-1)[at].sign()
+            for tensor in self.memory.trained_int8:
+                weight = named[tensor.path].reshape(-1)  # a view
+                scales = torch.from_numpy(self.memory.quantized[tensor.path].scales).to(weight.dtype)
+                indices = torch.randint(tensor.size, (max(tensor.size // 1000, 1),), generator=generator)
+                elements_per_scale = tensor.size // tensor.shape[0]
+                weight[indices] -= scales[indices // elements_per_scale] * weight[indices].sign()
 
 
 def report(
@@ -228,11 +230,12 @@ def report(
         losses: of the steps in float32.
         int8_losses: of the steps in eight bits.
     """
-    rows, steps = list[Int8Weight](), len(losses)
-    for held in memory.trained_int8:
-        rounded, real = memory.quantized[held.path], before[held.path].double().numpy()
-        scales = rounded.scales.astype(np.float64).reshape(-1, *[1] * (len(held.shape) - 1))
+    weights, steps = list[Int8Weight](), len(losses)
+    for tensor in memory.trained_int8:
+        rounded, real = memory.quantized[tensor.path], before[tensor.path].double().numpy()
+        scales = rounded.scales.astype(np.float64).reshape(-1, *[1] * (len(tensor.shape) - 1))
         error = float(np.linalg.norm(rounded.floats - real) / np.linalg.norm(real))
-        bound = float((np.abs(np.rint(after[held.path] / scales)) == LARGEST).mean())
-        rows.append(Int8Weight(held.path, held.size, error, sums[held.path] / steps, bound))
-    return Int8Trained(tuple(rows), steps, float(np.mean(losses)), float(np.mean(int8_losses)))
+        at_bound = float((np.abs(np.rint(after[tensor.path] / scales)) == LARGEST).mean())
+        mean_update = sums[tensor.path] / steps
+        weights.append(Int8Weight(tensor.path, tensor.size, rounding=error, step=mean_update, at_bound=at_bound))
+    return Int8Trained(tuple(weights), steps, float(np.mean(losses)), float(np.mean(int8_losses)))

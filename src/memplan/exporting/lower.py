@@ -21,6 +21,7 @@ from memplan.exporting.lowering.device_graph import (
     ALIASES,
     COPY,
     FILL,
+    WORD,
     WRITE,
     ZEROS,
     DeviceGraph,
@@ -44,7 +45,7 @@ from memplan.planning.passes.split_dropout import MASK, scale_of
 
 WINDOW = 255
 """Most elements of a max pool's window: an index is one byte."""
-_NARROW = {"int64": "int32"}
+_DEVICE_TYPES = {"int64": "int32"}
 """Types of inputs on the device, where they are others than in PyTorch."""
 
 MAX_POOL = "aten.max_pool2d_with_indices.default"
@@ -75,23 +76,23 @@ def lowered(
     for op in graph.ops:
         _lower(low, op)
     _write(low, graph, written)
-    changed = {target: source for target, source in low.mutations.items() if low.values[target].dtype == "float32"}
-    live = without_dead(replace(with_early_writes(low.finished()), mutations=tuple(changed.items())))
+    mutations = [(value, new) for value, new in low.mutations.items() if low.values[value].dtype == "float32"]
+    live = without_dead(replace(with_early_writes(low.finished()), mutations=tuple(mutations)))
     live = without_dead(with_direct_reads(live, low))
     _check_dtypes(live, low)
-    delayed = with_input_in_arena(with_delayed_ops(live), arena_input)
-    read = {v for op in delayed.ops for v in refs((op.args, op.kwargs))} | set(delayed.outputs)
+    ordered = with_input_in_arena(with_delayed_ops(live), arena_input)
+    read = {v for op in ordered.ops for v in refs((op.args, op.kwargs))} | set(ordered.outputs)
     constant_arrays = {v: t.detach().numpy() for v, t in low.known.items() if v in read}
-    ops = tuple(replace(op, seconds=seconds(work(delayed, op))) for op in delayed.ops)
-    return DeviceGraph(with_bits(replace(delayed, ops=ops)), constant_arrays, low.offsets)
+    ops = tuple(replace(op, seconds=seconds(work(ordered, op))) for op in ordered.ops)
+    return DeviceGraph(with_bits(replace(ordered, ops=ops)), constant_arrays, low.offsets)
 
 
 def _write(low: Lowering, graph: JointGraph, written: Sequence[int]) -> None:
-    """Add the ops that copy values to the caller's memory."""
-    first, start = graph.ops[0], 0
+    """Add the ops that copy values to the caller's memory, one behind another."""
+    template, start = graph.ops[0], 0
     for value in written:
         index = -1 - len(low.ops)  # one that no op has
-        op = replace(first, index=index, phase="forward", layer="", where=None, gradient_of=None, call=None)
+        op = replace(template, index=index, phase="forward", layer="", where=None, gradient_of=None, call=None)
         low.call(op, WRITE, (low.as_float(op, Ref(value)), start), (), once=True)
         start += math.prod(low.values[value].shape)
 
@@ -100,27 +101,38 @@ def work(graph: JointGraph, op: GraphOp) -> int:
     """Estimate the loads, stores and multiplications of an op."""
     if op.is_view:
         return 0
-    moved = sum(graph.values[value].bytes for value in (*op.reads, *op.makes)) // 4
+    loads_and_stores = sum(graph.values[value].bytes for value in (*op.reads, *op.makes)) // WORD
     elements = math.prod(graph.values[op.makes[0]].shape) if op.makes else 0
+    per_element = 0  # multiplications
     if op.target == CONVOLUTIONS:
-        return moved + sum(stage[-1].work for stage in op.args[1:])
+        return loads_and_stores + sum(stage[-1].work for stage in op.args[1:])
     if op.target in (conv.GATHER, conv.SCATTER):
-        return moved + elements * math.prod(graph.values[op.args[1].value].shape[1:])
-    if op.target == conv.WEIGHT_GRADIENT:
-        return moved + elements * math.prod(graph.values[op.args[0].value].shape[2:])
-    if op.target in FORWARD or op.target in BACKWARD:
+        per_element = math.prod(graph.values[op.args[1].value].shape[1:])
+    elif op.target == conv.WEIGHT_GRADIENT:
+        per_element = math.prod(graph.values[op.args[0].value].shape[2:])
+    elif op.target in FORWARD or op.target in BACKWARD:
         weight = op.args[1 if op.target in FORWARD else 3]
-        return moved + elements * graph.values[weight.value].shape[1]
-    if op.target in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
-        return moved + elements * graph.values[op.args[-1].value].shape[-2]
-    return moved
+        per_element = graph.values[weight.value].shape[1]
+    elif op.target in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
+        per_element = graph.values[op.args[-1].value].shape[-2]
+    return loads_and_stores + elements * per_element
 
 
 def with_bits(graph: JointGraph) -> JointGraph:
     """Offer to save values as bits, such as the signs that a ReLU's gradient reads; the kernels need no workspace."""
     encoded = offered(graph, Situation(), [Encode(), InsideBits()])
-    forms = (replace(f, store_scratch=0, fetch_scratch=0, direct_scratch=0) for f in encoded.forms if not f.whole)
-    return replace(encoded, forms=tuple(replace(f, store_seconds=seconds(graph.values[f.value].bytes)) for f in forms))
+    # the device has no kernels that decode a whole value
+    bits = [form for form in encoded.forms if not form.whole]
+    return replace(
+        encoded,
+        forms=tuple(
+            replace(
+                form, store_scratch=0, fetch_scratch=0, direct_scratch=0,
+                store_seconds=seconds(graph.values[form.value].bytes),
+            )
+            for form in bits
+        ),
+    )  # fmt: skip
 
 
 def seconds(work: float) -> float:
@@ -138,15 +150,15 @@ def _set_resident_bytes(low: Lowering, trained: Mapping[int, bool]) -> None:
     """
     changed = {target for target, _ in low.graph.mutations}
     for value in low.graph.values:
-        size = words(math.prod(value.shape) * 4)
+        size = words(math.prod(value.shape) * WORD)
         if value.kind == "parameter":
             low.change(value.id, bytes=size if trained.get(value.id) else 0)
         elif value.kind == "buffer":
             low.change(value.id, bytes=size if value.id in changed and value.dtype == "float32" else 0)
         elif value.kind == "input":
             size = words(math.prod(value.shape)) if value.dtype in BYTES else size
-            low.change(value.id, bytes=size, dtype=_NARROW.get(value.dtype, value.dtype))
-        elif value.kind == "tangent":
+            low.change(value.id, bytes=size, dtype=_DEVICE_TYPES.get(value.dtype, value.dtype))
+        elif value.kind == "tangent":  # the gradient of the loss, which backward() sets to 1
             low.make_constant(value.id, torch.ones(value.shape))
             low.change(value.id, kind="tangent")
         elif value.kind == "result" and not value.is_view:
@@ -162,26 +174,27 @@ def _check_dtypes(graph: JointGraph, low: Lowering) -> None:
             dtype = graph.values[number].dtype
             if dtype not in ("float32", "int32", "bool", *BYTES):
                 raise refusal(op, f" in {dtype}", near="the same in float32")
-            made = dtype in ("float32", "bool", "uint8") or op.is_view or op.target in INT8_OPS
-            if number in op.outputs and not made:
+            is_computable = dtype in ("float32", "bool", "uint8") or op.is_view or op.target in INT8_OPS
+            if number in op.outputs and not is_computable:
                 raise refusal(op, f" that makes {dtype}", near="indices that are inputs")
 
 
 def without_dead(graph: JointGraph) -> JointGraph:
     """Remove ops whose results nothing reads, and outputs that nothing reads."""
-    needed = {*graph.outputs, *(gradient for _, gradient in graph.gradients), *(s for _, s in graph.mutations)}
+    needed = {*graph.outputs, *(gradient for _, gradient in graph.gradients), *(new for _, new in graph.mutations)}
     live = list[GraphOp]()
     for op in reversed(graph.ops):
         if op.once or any(value in needed for value in op.outputs if value is not None):
             needed |= set(refs((op.args, op.kwargs)))
             live.append(op)
-    rebuild, kept = Rebuild(graph), {op.index for op in live}
+    rebuild, live_indices = Rebuild(graph), {op.index for op in live}
     for op in reversed(live):
-        whole = op.multiple is False or op.once or op.target in _ALL_RESULTS
-        outputs = tuple(value if whole or value in needed else None for value in op.outputs)
+        writes_all = not op.multiple or op.once or op.target in _ALL_RESULTS
+        outputs = tuple(value if writes_all or value in needed else None for value in op.outputs)
         makes = tuple(value for value in op.makes if value in outputs)
-        known = op.gradient_of is None or op.gradient_of in kept  # else its forward op became several, this one dead
-        rebuild.add(op if known else replace(op, gradient_of=None), outputs=outputs, makes=makes)
+        # a forward op that became several can have lost the part that the gradient names
+        forward_op = op.gradient_of if op.gradient_of in live_indices else None
+        rebuild.add(replace(op, gradient_of=forward_op), outputs=outputs, makes=makes)
     return rebuild.finished()
 
 
@@ -199,12 +212,12 @@ def _lower(low: Lowering, op: GraphOp) -> None:
     if op.target in ZEROS:
         value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
         low.call(op, FILL, (value,), (output_of(op),))
-    elif low.fold(op) or normalization(low, op):
+    elif low.fold(op) or normalization(low, op):  # which have added what is needed
         pass
     elif op.is_view or op.target in ALIASES:
         low.view(op)
     elif _counts_batches(low, op):
-        del low.mutations[next(target for target, source in low.mutations.items() if source == op.outputs[0])]
+        del low.mutations[next(buffer for buffer, new in low.mutations.items() if new == op.outputs[0])]
     elif op.target in _REDUCED and arguments_of(op.target, op.args, op.kwargs).get("reduction") == 0:
         if not decomposed(low, op, _lower, _has_kernel):
             raise refusal(op, " without a reduction", near="reduction='mean'")
@@ -279,18 +292,19 @@ _OVERWRITABLE = {
 
 def _elementwise(low: Lowering, op: GraphOp) -> None:
     """Add an elementwise op, whose result may overwrite an operand of the same layout."""
-    form, output = form_of(op.target, op.args, op.kwargs), output_of(op)
-    if form is None:
+    function, output = form_of(op.target, op.args, op.kwargs), output_of(op)
+    if function is None:
         raise refusal(op, " with these arguments")
     if any(low.values[v].dtype != "float32" for v in refs((op.args, op.kwargs))):
         converted = {v: low.as_float(op, Ref(v)) for v in set(refs((op.args, op.kwargs)))}
         op = replace(op, args=map_refs(op.args, converted.__getitem__))
-        form = form_of(op.target, op.args, op.kwargs)
-        assert form is not None, "its operands alone have changed"
+        function = form_of(op.target, op.args, op.kwargs)
+        assert function is not None, "its operands alone have changed"
     low.becomes_float(output)
     if op.target == COPY and op.kwargs.get("memory_format") in (None, torch.contiguous_format):
         low.change(output, stride=conv.contiguous(low.values[output].shape))
-    overwrites = low.overwritable(output, *form[1])
+    _, operands, _ = function
+    overwrites = low.overwritable(output, *operands)
     low.call(op, op.target, op.args, (output,), kwargs=op.kwargs, overwrites=overwrites, once=op.once)
 
 
@@ -312,18 +326,24 @@ def _masked(low: Lowering, op: GraphOp, args: tuple[Ref, Ref, float]) -> None:
 def _mask(low: Lowering, op: GraphOp) -> None:
     """Add the kernel that draws the mask of a dropout: a bit for each element."""
     mask = output_of(op)
-    low.change(mask, bytes=words(-(-math.prod(low.values[mask].shape) // 8)))
+    low.change(mask, bytes=_mask_bytes(low.values[mask].shape))
     low.call(op, MASK, op.args, (mask,), random=True)
+
+
+def _mask_bytes(shape: Sequence[int]) -> int:
+    """Return the bytes of a bit for each element, in whole words."""
+    return words(-(-math.prod(shape) // 8))
 
 
 def _dropout(low: Lowering, op: GraphOp) -> None:
     """Split a dropout whose mask no gradient reads, because all below it is frozen, into mask and product."""
-    (x, p), output = op.args[:2], output_of(op)
+    x, p, training = op.args
+    output = output_of(op)
     value = low.values[output]
-    if op.args[2] is False:
+    if training is False:
         low.alias(op, output, x)
         return
-    mask = low.buffer(f"{value.name}_mask", value, value.shape, "bool", words(-(-math.prod(value.shape) // 8)))
+    mask = low.buffer(f"{value.name}_mask", value, value.shape, "bool", _mask_bytes(value.shape))
     low.call(op, MASK, (x, p), (mask,), random=True)
     _masked(low, op, (x, Ref(mask), scale_of(p, value)))
 
@@ -331,7 +351,8 @@ def _dropout(low: Lowering, op: GraphOp) -> None:
 def _max_pool(low: Lowering, op: GraphOp) -> None:
     """Add a max pool, with indices of one byte."""
     x, kernel = op.args[0], op.args[1]
-    if math.prod(kernel if len(kernel) > 1 else kernel * 2) > WINDOW:
+    height_and_width = kernel if len(kernel) > 1 else kernel * 2
+    if math.prod(height_and_width) > WINDOW:
         raise refusal(
             op,
             f" over a window of {'x'.join(map(str, kernel))}",
@@ -360,7 +381,10 @@ def _adaptive_max_pool_gradient(low: Lowering, op: GraphOp) -> None:
 
 
 def _equal_windows(low: Lowering, op: GraphOp, large: Sequence[int], small: Sequence[int]) -> list[int]:
-    """Return the size of the windows. Raises RecordingError if they are of several sizes."""
+    """Return height and width of the windows. Raises RecordingError if they are of several sizes.
+
+    `large` is the shape of the pool's operand, `small` height and width of its result.
+    """
     sizes = list(zip(large[-2:], small, strict=True))
     if any(plane % count for plane, count in sizes):
         raise refusal(
@@ -374,7 +398,8 @@ def _equal_windows(low: Lowering, op: GraphOp, large: Sequence[int], small: Sequ
 
 def _max_pool_gradient(low: Lowering, op: GraphOp) -> None:
     """Add the gradient of a max pool without the pool's input: the kernel reads the indices alone."""
-    args = (low.dense(op, op.args[0]), None, *op.args[2:])
+    g, _pool_input, *others = op.args
+    args = (low.dense(op, g), None, *others)
     low.dense_result(output_of(op))
     low.call(op, op.target, args, op.outputs)
 
@@ -400,57 +425,60 @@ def _div(low: Lowering, op: GraphOp) -> None:
     """Lower a quotient elementwise; where it is the gradient of a mean over whole planes, to that of a pool."""
     x, divisor = op.args[:2]
     dividend: int = x.value
-    expand = next((made for made in reversed(low.ops) if dividend in made.outputs), None)
-    if expand is None or expand.target != "aten.expand.default":
+    maker = next((other for other in reversed(low.ops) if dividend in other.outputs), None)
+    if maker is None or maker.target != "aten.expand.default":
         _elementwise(low, op)
         return
-    source = expand.args[0]
+    source = maker.args[0]
     assert isinstance(source, Ref), "the tensor that is expanded"
-    small, large = low.values[source.value], low.values[dividend].shape
-    of_planes = len(large) == 4 and small.shape == (*large[:2], 1, 1) and divisor == large[2] * large[3]
-    if not of_planes or not is_contiguous(small):
+    # torch's gradient of a mean: the result's gradient, expanded, over the number of elements
+    mean_gradient, shape = low.values[source.value], low.values[dividend].shape
+    of_planes = len(shape) == 4 and mean_gradient.shape == (*shape[:2], 1, 1) and divisor == shape[2] * shape[3]
+    if not of_planes or not is_contiguous(mean_gradient):
         _elementwise(low, op)
         return
     pool = "aten._adaptive_avg_pool2d_backward.default"
-    _shape_only(low, replace(op, target=pool, args=(Ref(small.id), x), kwargs={}))
+    _shape_only(low, replace(op, target=pool, args=(Ref(mean_gradient.id), x), kwargs={}))
 
 
 def _shape_only(low: Lowering, op: GraphOp) -> None:
     """Drop the operand of a backward op of which it reads the shape alone, which is that of the result."""
-    args, output = (low.dense(op, op.args[0]), None, *op.args[2:]), output_of(op)
+    g, _operand, *others = op.args
+    args, output = (low.dense(op, g), None, *others), output_of(op)
     low.change(output, stride=conv.contiguous(low.values[output].shape))
     low.call(op, op.target, args, (output,), kwargs=op.kwargs)
 
 
 def _hardtanh_backward(low: Lowering, op: GraphOp) -> None:
     """Read the forward's result instead of its operand: both lie within the limits at once, and the result is saved."""
-    x = op.args[1]
+    g, x, *bounds = op.args
     for other in low.ops:
-        if (
-            other.target == "aten.hardtanh.default"
-            and other.args[0] == x
-            and tuple(other.args[1:]) == tuple(op.args[2:])
-        ):
-            op = replace(op, args=(op.args[0], Ref(output_of(other)), *op.args[2:]))
+        if other.target == "aten.hardtanh.default" and other.args == (x, *bounds):
+            op = replace(op, args=(g, Ref(output_of(other)), *bounds))
             break
     _elementwise(low, op)
 
 
 def _cast(low: Lowering, op: GraphOp) -> None:
-    """Lower a cast to a copy: flags and integers are floats on the device. Raises RecordingError for other dtypes."""
-    output, dtypes = output_of(op), [low.dtypes[v] for v in (op.args[0].value, output_of(op))]
+    """Lower a cast to a copy, to flags or to whole numbers, which are floats on the device.
+
+    Raises RecordingError for other dtypes.
+    """
+    output = output_of(op)
+    from_dtype, to_dtype = low.dtypes[op.args[0].value], low.dtypes[output]
+    if from_dtype != to_dtype and not {from_dtype, to_dtype} <= {"float32", "bool", "int64", "int32"}:
+        raise refusal(op, f" from {from_dtype} to {to_dtype}", near="float32 throughout")
     target = COPY
-    if dtypes[0] != dtypes[1]:
-        if not {*dtypes} <= {"float32", "bool", "int64", "int32"}:
-            raise refusal(op, f" from {dtypes[0]} to {dtypes[1]}", near="float32 throughout")
-        target = {"bool": "memplan.is_not_zero.default"}.get(dtypes[1], COPY)
-        target = "aten.trunc.default" if dtypes[0] == "float32" and dtypes[1].startswith("int") else target
+    if from_dtype != to_dtype and to_dtype == "bool":
+        target = "memplan.is_not_zero.default"
+    elif from_dtype == "float32" and to_dtype.startswith("int"):
+        target = "aten.trunc.default"
     x = low.as_float(op, op.args[0])
     low.becomes_float(output)
     low.call(op, target, (x,), (output,), overwrites=low.overwritable(output, x))
 
 
-def _flags(low: Lowering, op: GraphOp) -> None:
+def _bitwise(low: Lowering, op: GraphOp) -> None:
     """Lower a bitwise op of flags to the logical one. Raises RecordingError for integers."""
     if any(low.dtypes[value] != "bool" for value in refs(op.args)):
         raise refusal(op, " of integers", near="the same of flags", do="Compare first: (x > 0) & (y > 0)")
@@ -463,15 +491,16 @@ def _recurrent(low: Lowering, op: GraphOp) -> None:
     results."""
     args = tuple(low.dense(op, arg) if isinstance(arg, Ref) else arg for arg in op.args)
     gates = low.values[args[0].value]
-    if op.target in FORWARD:
+    if op.target in FORWARD:  # gates, states with the first, and an LSTM's cells likewise or a GRU's part of a gate
         steps, state = gates.shape[0], low.shape(args[4])
-        shapes = [gates.shape, (steps + 1, *state), (steps + (FORWARD[op.target] == "lstm"), *state)]
-    else:
+        third_rows = steps + 1 if FORWARD[op.target] == "lstm" else steps
+        shapes = [gates.shape, (steps + 1, *state), (third_rows, *state)]
+    else:  # gradients of gates, first state, and first cells or the part of a gate
         steps, *state = low.shape(args[4])
         shapes = [gates.shape, tuple(state), tuple(state) if BACKWARD[op.target] == "lstm" else (steps, *state)]
     outputs = [
         low.buffer(gates.name, gates, shape) if output is None else output
-        for output, shape in zip(op.outputs, shapes, strict=False)
+        for output, shape in zip(op.outputs, shapes, strict=False)  # an RNN has two results
     ]
     low.call(op, op.target, args, outputs, overwrites=low.overwritable(outputs[0], args[0]))
 
@@ -484,16 +513,16 @@ def _row_extreme(low: Lowering, op: GraphOp) -> None:
     low.call(op, op.target, (low.dense(op, op.args[0]), *op.args[1:]), op.outputs)
 
 
-def _integers(low: Lowering, op: GraphOp) -> None:
+def _integer_op(low: Lowering, op: GraphOp) -> None:
     """Add an op of the frozen part in eight bits as it is."""
     low.call(op, op.target, op.args, op.outputs, overwrites=op.overwrites)
 
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(INT8_OPS, _integers),
-    "aten.bitwise_and.Tensor": _flags,
-    "aten.bitwise_or.Tensor": _flags,
-    "aten.bitwise_not.default": _flags,
+    **dict.fromkeys(INT8_OPS, _integer_op),
+    "aten.bitwise_and.Tensor": _bitwise,
+    "aten.bitwise_or.Tensor": _bitwise,
+    "aten.bitwise_not.default": _bitwise,
     **dict.fromkeys((*FORWARD, *BACKWARD), _recurrent),
     "aten.max.dim": _row_extreme,
     "aten.min.dim": _row_extreme,

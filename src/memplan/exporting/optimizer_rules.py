@@ -32,11 +32,11 @@ ARRAYS: Mapping[str, Mapping[str, str]] = {
 
 def arrays_of(kind: str, group: Mapping[str, Any]) -> list[str]:
     """Return the names in the device's state of the arrays that a parameter group of an optimizer has."""
-    used = {
+    is_used = {
         "momentum": kind == "adam" or group.get("momentum", 0) != 0, "squares": True,
         "maxima": group.get("amsgrad", False),
     }  # fmt: skip
-    return [name for name in ARRAYS[kind] if used[name]]
+    return [name for name in ARRAYS[kind] if is_used[name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Gradients:
             raise UsageError(f"accumulate={self.accumulate!r}", expected=expected, do="Leave it out for 1")
         for name in ("clip_norm", "clip_value"):
             bound = getattr(self, name)
-            number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-            if bound is not None and not (number and 0 < bound < math.inf):
+            is_number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+            if bound is not None and not (is_number and 0 < bound < math.inf):
                 raise UsageError(f"{name}={bound!r}", expected="a positive number", do="Leave it out, or give one")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UsageError("clip_norm and clip_value", expected="one of the two", do="Leave one out")
@@ -133,15 +133,15 @@ class UpdateRules:
     def of_zeros(self, path: str) -> bool:
         """Return whether an update by a gradient of zeros changes the parameter of this name or its moments."""
         options = self.options[self.group_of[path]]
-        plain = isinstance(self.kind, type) and KINDS[self.kind] in ("sgd", "adagrad")
-        return not plain or options.get("momentum", 0) != 0 or options["weight_decay"] != 0
+        is_plain = isinstance(self.kind, type) and KINDS[self.kind] in ("sgd", "adagrad")
+        return not is_plain or options.get("momentum", 0) != 0 or options["weight_decay"] != 0
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a copy of the model in PyTorch."""
         named = dict(model.named_parameters())
         groups = [
-            {**options, "params": [named[name] for name, at in self.group_of.items() if at == group]}
-            for group, options in enumerate(self.options)
+            {**options, "params": [named[name] for name, group in self.group_of.items() if group == index]}
+            for index, options in enumerate(self.options)
         ]
         return self.kind([group for group in groups if group["params"]])
 
@@ -175,20 +175,20 @@ def update_rules(
             expected="SGD (with momentum or not), Adam, AdamW, RMSprop or Adagrad",
             do="Choose one of these for the device",
         )
-    named_in_both = [(name, parameter) for one in (original, model) for name, parameter in one.named_parameters()]
+    named_in_both = [*original.named_parameters(), *model.named_parameters()]
     names = {id(parameter): name for name, parameter in named_in_both if name in named}
     gradients = gradients or Gradients()
     groups, group_of = list[UpdateRule](), dict[str, int]()
     several = len(instance.param_groups) > 1
-    for at, group in enumerate(instance.param_groups):
-        shared = _shared(group, f" * s->rates[{at}]" if several else "", gradients.clip_value)
+    for index, group in enumerate(instance.param_groups):
+        shared = _shared_macros(group, f" * s->rates[{index}]" if several else "", gradients.clip_value)
         decoupled = group.get("decoupled_weight_decay", isinstance(instance, torch.optim.AdamW))
-        adam = partial(_adam, at=at, decoupled=decoupled)
+        adam = partial(_adam, index=index, decoupled=decoupled)
         rule = {"sgd": _sgd, "rmsprop": _rmsprop, "adagrad": _adagrad, "adam": adam}[kind](group)
         groups.append(replace(rule, defines={**shared, **rule.defines}))
-        group_of |= {names[id(parameter)]: at for parameter in group["params"] if id(parameter) in names}
-    used = {name for group in instance.param_groups for name in arrays_of(kind, group)}
-    arrays = tuple(name for name in ARRAYS[kind] if name in used)
+        group_of |= {names[id(parameter)]: index for parameter in group["params"] if id(parameter) in names}
+    used_arrays = {name for group in instance.param_groups for name in arrays_of(kind, group)}
+    arrays = tuple(name for name in ARRAYS[kind] if name in used_arrays)
     if not group_of:
         raise InputError(
             "The optimizer has none of the model's parameters", expected="those that `optimizer` is called with, or "
@@ -231,26 +231,27 @@ def _adagrad(group: Mapping[str, Any]) -> UpdateRule:
     return UpdateRule("update_adagrad", {"EPSILON": number(group["eps"]), "FALLING": falling})
 
 
-def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
-    """Return the rule of parameter group number `at` of Adam. With `decoupled`, weight decay does not go through the
+def _adam(group: Mapping[str, Any], index: int, decoupled: bool) -> UpdateRule:
+    """Return the rule of parameter group number `index` of Adam. With `decoupled`, weight decay does not go through the
     gradient, as in AdamW."""
     betas = [float(beta) for beta in group["betas"]]
     defines = {
-        "GROUP": str(at), "DECOUPLED": str(int(decoupled)), "AMSGRAD": str(int(group["amsgrad"])),
+        "GROUP": str(index), "DECOUPLED": str(int(decoupled)), "AMSGRAD": str(int(group["amsgrad"])),
         "BETA2": number(betas[1]), "EPSILON": number(group["eps"]),
         "REST1": number(1 - betas[0]), "REST2": number(1 - betas[1]),
     }  # fmt: skip
     return UpdateRule("update_adam", defines, tuple(math.log(beta) if beta else -math.inf for beta in betas))
 
 
-def _shared(group: Mapping[str, Any], rate: str, bound: float | None) -> dict[str, str]:
+def _shared_macros(group: Mapping[str, Any], rate_factor: str, clip_value: float | None) -> dict[str, str]:
     """Return the macros that all update rules read: gradient, weight decay and learning rate, in C.
 
-    `rate` is C to multiply the learning rate by, and the gradient is clipped to `bound` unless that is None.
+    `rate_factor` is C text behind the learning rate: a further factor, or empty. The gradient is clipped to
+    `clip_value` unless that is None.
     """
-    clipped = "(g)" if bound is None else f"clip(g, {number(-bound)}, {number(bound)})"
+    clipped = "(g)" if clip_value is None else f"clip(g, {number(-clip_value)}, {number(clip_value)})"
     return {
         "GRADIENT(g)": f"-{clipped}" if group.get("maximize") else clipped,
         "DECAY": number(group["weight_decay"]),
-        "RATE": f"({number(float(group['lr']))} * s->rate{rate})",
+        "RATE": f"({number(float(group['lr']))} * s->rate{rate_factor})",
     }

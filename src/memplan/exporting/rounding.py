@@ -37,15 +37,16 @@ class Rounding(Printed):
 
 def round_frozen(request: Request, memory: Memory) -> Rounding:
     """Replace weights of the model by their int8 roundings, and compare its outputs before and after in float64."""
-    before = _output(request)
+    exact = _output(request)
     tensors = tensors_of(request)
     with torch.no_grad():
-        for held in memory.int8:
-            tensors[held.path].copy_(torch.from_numpy(memory.quantized[held.path].floats))
-    error = float((_output(request) - before).norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
-    weights, scales = memory.elements("int8"), sum(held.shape[0] for held in memory.int8)
-    in_float = tuple(held.path for held in memory.frozen if isinstance(tensors[held.path], nn.Parameter))
-    return Rounding(weights, 4 * weights - (weights + 4 * scales), in_float, error)
+        for weight in memory.int8:
+            tensors[weight.path].copy_(torch.from_numpy(memory.quantized[weight.path].floats))
+    error = (_output(request) - exact).norm() / exact.norm().clamp_min(torch.finfo(exact.dtype).tiny)
+    weights, scales = memory.elements("int8"), sum(weight.shape[0] for weight in memory.int8)
+    float32_bytes, int8_bytes = 4 * weights, weights + 4 * scales
+    in_float32 = tuple(tensor.path for tensor in memory.frozen if isinstance(tensors[tensor.path], nn.Parameter))
+    return Rounding(weights, saved=float32_bytes - int8_bytes, kept=in_float32, forward_error=float(error))
 
 
 def _output(request: Request) -> torch.Tensor:

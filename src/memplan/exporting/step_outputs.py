@@ -36,7 +36,7 @@ class Normalization:
         Raises:
             UsageError: it is no such pair, a number is not finite, or a deviation is 0.
         """
-        try:
+        try:  # + 0.0: a float, or TypeError for what is no number
             mean, std = ((x + 0.0,) if isinstance(x, (int, float)) else tuple(k + 0.0 for k in x) for x in given)
         except (TypeError, ValueError):
             mean, std = (), ()
@@ -95,8 +95,9 @@ class DeviceStep(WithLoss):
         inputs, dtype = args[: len(args) - self.targets], next(self.model.parameters()).dtype
         if self.normalization is not None:
             is_bytes = [isinstance(x, torch.Tensor) and x.dtype in (torch.uint8, torch.int8) for x in inputs]
-            pairs = zip(inputs, is_bytes, strict=True)
-            inputs = tuple(self.normalization(x, dtype) if normalize else x for x, normalize in pairs)
+            inputs = tuple(
+                self.normalization(x, dtype) if normalize else x for x, normalize in zip(inputs, is_bytes, strict=True)
+            )
         return self.model(*inputs, **kwargs)
 
     def loss_of(self, output: Any, args: Sequence[Any]) -> torch.Tensor:
@@ -173,6 +174,7 @@ class CapturedStep:
         """Return the forward pass, which changes no buffers, with the loss or without."""
         graph = self.graph
         ops = tuple(op for op in graph.ops if op.phase == "forward")
+        # ops of the forward pass come first; values of the backward pass have none now
         values = tuple(replace(v, op=None) if v.op is not None and v.op >= len(ops) else v for v in graph.values)
         outputs = graph.outputs if loss else ()
         graph = replace(graph, values=values, ops=ops, outputs=outputs, gradients=(), mutations=(), forms=())
@@ -189,9 +191,9 @@ def capture_step(step: DeviceStep, call: Call) -> CapturedStep:
     captured = capture(WithOutputs(step), call)
     results, recipe = captured.graph.outputs, captured.returned
     # what `WithOutputs` returns, with values of the graph in the place of tensors
-    loss, returned = recipe.structure.rebuild(results[position] for position in recipe.order)
+    loss, named_outputs = recipe.structure.rebuild(results[position] for position in recipe.order)
     values = captured.graph.values
-    named = tuple(replace(v, path=name_of(v.path)) if v.kind in ("parameter", "buffer") else v for v in values)
-    graph = replace(captured.graph, values=named, outputs=(loss,))
-    outputs = laid_out((name, values[value].shape) for name, value in returned)
-    return CapturedStep(graph, captured.constants, tuple(value for _, value in returned), outputs)
+    renamed = tuple(replace(v, path=name_of(v.path)) if v.kind in ("parameter", "buffer") else v for v in values)
+    graph = replace(captured.graph, values=renamed, outputs=(loss,))
+    outputs = laid_out((name, values[value].shape) for name, value in named_outputs)
+    return CapturedStep(graph, captured.constants, tuple(value for _, value in named_outputs), outputs)

@@ -97,10 +97,12 @@ def chosen_update(request: Request, rules: UpdateRules, batches: Iterable[Any], 
     """
     norms, count = squared_norms(request, rules.group_of, batches)
     sizes = {path: weight.numel() * 4 * (1 + len(rules.members)) for path, weight in request.model.named_parameters()}
-    search = _Search({path: (norms[path], sizes[path]) for path in norms}, peak, request.bytes)
+    search = _Search(norms, sizes, peak, request.bytes)
     chosen = search.best()
-    candidates = tuple(Candidate(path, sizes[path], norm**0.5, path in chosen) for path, norm in norms.items())
-    return UpdateChoice(candidates, count, peak(chosen, True), len(search.known))
+    candidates = tuple(
+        Candidate(path, sizes[path], gradient=norm**0.5, trained=path in chosen) for path, norm in norms.items()
+    )
+    return UpdateChoice(candidates, batches=count, ram=peak(chosen, True), tried=len(search.fits_of_set))
 
 
 def squared_norms(request: Request, paths: Collection[str], batches: Iterable[Any]) -> tuple[dict[str, float], int]:
@@ -112,14 +114,14 @@ def squared_norms(request: Request, paths: Collection[str], batches: Iterable[An
     totals, count = dict.fromkeys(parameters, 0.0), 0
     for batch in _batches(batches):
         step.zero_grad()
-        _loss(step, batch, count).backward()
+        _loss(step, batch, number=count).backward()
         for path, parameter in parameters.items():
             totals[path] += 0.0 if parameter.grad is None else float(parameter.grad.double().square().sum())
         count += 1
     if not count:
         raise InputError("search_update has no batch", expected="batches of inputs and targets", do="Give some data")
     means = {path: total / count for path, total in totals.items()}
-    not_finite = [path for path, mean in means.items() if not mean < float("inf")]
+    not_finite = [path for path, mean in means.items() if not mean < float("inf")]  # also where it is not a number
     if not_finite:
         raise InputError(
             f"the gradient of {not_finite[0]} is not finite on this data",
@@ -139,14 +141,14 @@ def _batches(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
-    """Return the loss of a step on a batch, whose number is `at`. Raises InputError if the step fails on it."""
+def _loss(step: Any, batch: Any, number: int) -> torch.Tensor:
+    """Return the loss of a step on batch number `number`. Raises InputError if the step fails on it."""
     arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
     try:
         return default_loss(step(*arguments))
     except Exception as error:
         raise InputError(
-            f"batch {at} of search_update: {error}", expected="inputs and targets as the step takes them",
+            f"batch {number} of search_update: {error}", expected="inputs and targets as the step takes them",
             do="Give each batch as a tuple: inputs, then targets",
         ) from error  # fmt: skip
 
@@ -154,20 +156,20 @@ def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
 class _Search:
     """Fills a budget with parameters in several orders; see `best`."""
 
-    def __init__(self, worth: Mapping[str, tuple[float, int]], peak: Peak, budget: int) -> None:
-        self.worth, self.peak, self.budget = worth, peak, budget
-        self.known: dict[frozenset[str], bool] = {}
+    def __init__(self, gains: Mapping[str, float], sizes: Mapping[str, int], peak: Peak, budget: int) -> None:
+        self.gains, self.sizes, self.peak, self.budget = gains, sizes, peak, budget
+        """By parameter: its squared gradient norm, and the bytes of the weight and its optimizer state."""
+        self.fits_of_set: dict[frozenset[str], bool] = {}
         """By set that was planned with all memory techniques: whether it fits."""
-        self.left = MOST
+        self.plans_left = MOST
         """Number of such plans left for the current order."""
 
     def best(self) -> frozenset[str]:
         """Return the set with the largest gain among the filled orders. Raises BudgetError if none fits."""
         sets = [self._improved(self._filled(order)) for order in self._orders() if order]
-        gain = lambda chosen: sum(self.worth[path][0] for path in chosen)  # noqa: E731
-        best = max(sets, key=lambda chosen: (gain(chosen), -len(chosen)), default=frozenset())
+        best = max(sets, key=lambda chosen: (self._gain(chosen), -len(chosen)), default=frozenset())
         if not best:
-            smallest = min(self.peak({path}, True) for path in self.worth)
+            smallest = min(self.peak({path}, True) for path in self.gains)
             raise BudgetError(
                 f"The budget is {format_bytes(self.budget)}, and training one parameter takes {format_bytes(smallest)}",
                 expected=f"at least {smallest} bytes", do="Give more, or take a smaller model",
@@ -175,46 +177,52 @@ class _Search:
             )  # fmt: skip
         return best
 
+    def _gain(self, paths: Iterable[str]) -> float:
+        return sum(self.gains[path] for path in paths)
+
+    def _gain(self, paths: Iterable[str]) -> float:
+        return sum(self.gains[path] for path in paths)
+
     def _orders(self) -> Iterable[list[str]]:
         """Yield parameters by gain per byte, by gain, from last layer to first, and with small ones (biases) first."""
-        total = sum(gain for gain, _ in self.worth.values())
-        paths = [path for path, (gain, _) in self.worth.items() if gain > NOTHING * total] or list(self.worth)
-        by_density = sorted(paths, key=lambda path: -self._density[path])
-        yield by_density
-        yield sorted(paths, key=lambda path: -self.worth[path][0])
+        total_gain = sum(self.gains.values())
+        paths = [path for path, gain in self.gains.items() if gain > NOTHING * total_gain] or list(self.gains)
+        by_gain_per_byte = sorted(paths, key=lambda path: -self._gain_per_byte[path])
+        yield by_gain_per_byte
+        yield sorted(paths, key=lambda path: -self.gains[path])
         yield paths[::-1]
-        median = sorted(size for _, size in self.worth.values())[len(self.worth) // 2]
-        small = [path for path in paths[::-1] if self.worth[path][1] <= median]
-        yield small + [path for path in by_density if path not in small]
+        median_size = sorted(self.sizes[path] for path in self.gains)[len(self.gains) // 2]
+        small = [path for path in paths[::-1] if self.sizes[path] <= median_size]
+        yield small + [path for path in by_gain_per_byte if path not in small]
 
     @cached_property
-    def _density(self) -> dict[str, float]:
+    def _gain_per_byte(self) -> dict[str, float]:
         """Gain per byte of RAM that training this parameter alone costs over training none."""
-        base = self.peak((), False)
+        ram_of_none = self.peak((), False)
         return {
-            path: gain / max(self.peak((path,), False) - base, size)
-            for path, (gain, size) in self.worth.items()
-        }  # fmt: skip
+            path: gain / max(self.peak((path,), False) - ram_of_none, self.sizes[path])
+            for path, gain in self.gains.items()
+        }
 
     def _filled(self, order: Sequence[str]) -> frozenset[str]:
         """Return the longest prefix of an order that fits the budget, found by bisection, and then any other parameters
         that still fit, by gain per byte."""
-        low, high, self.left = 0, len(order), MOST
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(order[:middle]) else (low, middle - 1)
-        chosen = list(order[:low])
-        for path in sorted(order[low:], key=lambda path: -self._density[path]):
+        fitting, end, self.plans_left = 0, len(order), MOST  # the longest prefix has a length from `fitting` to `end`
+        while fitting < end:
+            middle = (fitting + end + 1) // 2
+            fitting, end = (middle, end) if self._fits(order[:middle]) else (fitting, middle - 1)
+        chosen = list(order[:fitting])
+        for path in sorted(order[fitting:], key=lambda path: -self._gain_per_byte[path]):
             if self._fits([*chosen, path]):
                 chosen.append(path)
         return frozenset(chosen)
 
     def _improved(self, chosen: frozenset[str]) -> frozenset[str]:
         """One-swap local search: replace a parameter by one with more gain while the budget holds."""
-        for path in sorted(self.worth.keys() - chosen, key=lambda path: (-self.worth[path][0], path)):
-            for other in sorted(chosen, key=lambda path: (self.worth[path][0], path)):
+        for path in sorted(self.gains.keys() - chosen, key=lambda path: (-self.gains[path], path)):
+            for other in sorted(chosen, key=lambda path: (self.gains[path], path)):
                 swapped = chosen - {other} | {path}
-                if self.worth[other][0] < self.worth[path][0] and self._fits(swapped):
+                if self.gains[other] < self.gains[path] and self._fits(swapped):
                     return self._improved(swapped)
         return chosen
 
@@ -225,11 +233,11 @@ class _Search:
         them, up to `MOST` times for each order; beyond that it counts as not fitting.
         """
         chosen = frozenset(paths)
-        if chosen not in self.known:
+        if chosen not in self.fits_of_set:
             if self.peak(chosen, False) <= self.budget:
                 return True
-            if not self.left:
+            if not self.plans_left:
                 return False
-            self.left -= 1
-            self.known[chosen] = self.peak(chosen, True) <= self.budget
-        return self.known[chosen]
+            self.plans_left -= 1
+            self.fits_of_set[chosen] = self.peak(chosen, True) <= self.budget
+        return self.fits_of_set[chosen]

@@ -116,9 +116,9 @@ def load_weights(
         True
     """
     path, stored = _layout(Path(file), layout)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for position, tensor in enumerate(stored.tensors):
-        shape = tuple(state[tensor.name].shape) if tensor.name in state else "nothing of that name"
+        shape = tuple(named[tensor.name].shape) if tensor.name in named else "nothing of that name"
         if shape != tensor.shape:
             raise InputError(
                 f"{tensor.name:.80} in the model is {shape}",
@@ -127,28 +127,29 @@ def load_weights(
             )
         if tensor.name in (other.name for other in stored.tensors[:position]):
             raise InputError(f"{path} names {tensor.name:.80} twice", expected="each tensor once", do="Export again")
-    content = _content(file, max(4 * stored.floats + 1, HEADER + stored.state_bytes))
+    weights_bytes = 4 * stored.floats
+    content = _content(file, max(weights_bytes + 1, HEADER + stored.state_bytes))  # + 1: to see that it is too long
     saved = None
-    if content.startswith(MAGIC) and len(content) != 4 * stored.floats:
+    if content.startswith(MAGIC) and len(content) != weights_bytes:
         saved = _saved_state(file, content, stored)
-    parts = _floats(file, content, stored) if saved is None else _split(saved.weights, stored.tensors)
-    loaded = None
+    weights = _floats(file, content, stored) if saved is None else _split(saved.weights, stored.tensors)
+    optimizer_state = None
     if optimizer is not None:
-        loaded = _optimizer_state(optimizer, state, stored, _needed(file, saved))
+        optimizer_state = _optimizer_state(optimizer, named, stored, _needed(file, saved))
     with torch.no_grad():
-        for tensor, part in zip(stored.tensors, parts, strict=True):
-            state[tensor.name].copy_(_tensor(part, tensor))
-    if optimizer is not None and loaded is not None and saved is not None:
-        optimizer.load_state_dict(loaded)
-        for tensor, gradient in zip(_trained(stored), saved.gradients, strict=False):
-            state[tensor.name].grad = _tensor(gradient, tensor).to(state[tensor.name])
+        for tensor, elements in zip(stored.tensors, weights, strict=True):
+            named[tensor.name].copy_(_tensor(elements, tensor))
+    if optimizer is not None and optimizer_state is not None and saved is not None:
+        optimizer.load_state_dict(optimizer_state)
+        for tensor, gradient in zip(_trained(stored), saved.gradients, strict=False):  # there may be none
+            named[tensor.name].grad = _tensor(gradient, tensor).to(named[tensor.name])
     return model
 
 
-def _content(file: str | Path, most: int) -> bytes:
-    """Read a file, or its first bytes. Raises InputError."""
+def _content(file: str | Path, byte_limit: int) -> bytes:
+    """Read a file, or its first `byte_limit` bytes. Raises InputError."""
     try:
-        return _json.read_bytes(file, most)
+        return _json.read_bytes(file, byte_limit)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{file} cannot be read ({getattr(error, 'strerror', None) or error})",
@@ -159,12 +160,13 @@ def _content(file: str | Path, most: int) -> bytes:
 
 def _floats(file: str | Path, content: bytes, stored: WeightsLayout) -> list[np.ndarray]:
     """Return the elements of each tensor of a weights file. Raises InputError if it has another number of bytes."""
-    count = stored.floats
-    if len(content) != 4 * count:
-        size = f"{len(content) // 4} floats" if not len(content) % 4 else f"{len(content)} bytes"
-        more = "more than " if len(content) > 4 * count else ""
+    count, size = stored.floats, len(content)
+    if size != 4 * count:
+        found = f"{size // 4} floats" if not size % 4 else f"{size} bytes"
+        if size > 4 * count:  # the rest was not read
+            found = f"more than {count} floats"
         raise InputError(
-            f"{file} holds {more}{f'{count} floats' if more else size}",
+            f"{file} holds {found}",
             expected=f"{count}, as exported",
             do="Write all of them, and nothing else",
         )
@@ -189,14 +191,14 @@ def _saved_state(file: str | Path, content: bytes, stored: WeightsLayout) -> _Sa
         found = "is damaged" if len(payload) == length else f"holds {len(payload)} bytes of {length}"
         raise InputError(f"{file} {found}", expected="a state as NAME_save wrote it", do="Save it again")
     parts = np.split(np.frombuffer(payload, dtype="<u4"), _ends(member.count for member in stored.state))
-    none = np.zeros(0, np.float32)
-    words = {member.name: part for member, part in zip(stored.state, parts, strict=False)}
-    floats = {name: part.astype("u4").view(np.float32) for name, part in words.items()}
-    narrow = _int8_weights(words["int8"], stored) if "int8" in words else none
+    empty = np.zeros(0, np.float32)
+    words = {member.name: part for member, part in zip(stored.state, parts, strict=False)}  # an empty part is behind
+    floats = {name: part.astype("u4").view(np.float32) for name, part in words.items()}  # words of integers, too
+    int8_weights = _int8_weights(words["int8"], stored) if "int8" in words else empty
     trained = _trained(stored)
-    factors = floats.get("rates", np.ones(len(stored.rates), np.float32)) * floats["rate"]
+    rate_factors = floats.get("rates", np.ones(len(stored.rates), np.float32)) * floats["rate"]
     return _SavedState(
-        weights=np.concatenate([floats.get("weights", none), narrow, floats.get("statistics", none)]),
+        weights=np.concatenate([floats.get("weights", empty), int8_weights, floats.get("statistics", empty)]),
         arrays={
             key: _split(floats[name], trained)
             for name, key in ARRAYS[stored.optimizer].items()
@@ -204,17 +206,18 @@ def _saved_state(file: str | Path, content: bytes, stored: WeightsLayout) -> _Sa
         },
         gradients=_split(floats["gradients"], trained) if any(words.get("calls", ())) else [],
         step=int(words["step"][0]),
-        rates=[rate * float(factor) for rate, factor in zip(stored.rates, factors, strict=True)],
+        rates=[rate * float(factor) for rate, factor in zip(stored.rates, rate_factors, strict=True)],
     )  # fmt: skip
 
 
 def _int8_weights(words: np.ndarray, stored: WeightsLayout) -> np.ndarray:
     """Return the elements in float32 of tensors that are trained in eight bits."""
-    narrow = [tensor for tensor in stored.tensors if tensor.scales]
-    parts = _split(words.astype("<u4").view(np.int8), narrow)
-    scaled = (np.array(tensor.scales, np.float32).reshape(-1, 1) * part.reshape(len(tensor.scales), -1).astype("f4")
-              for tensor, part in zip(narrow, parts, strict=True))  # fmt: skip
-    return np.concatenate([elements.reshape(-1) for elements in scaled])
+    tensors = [tensor for tensor in stored.tensors if tensor.scales]
+    scaled = list[np.ndarray]()
+    for tensor, integers in zip(tensors, _split(words.astype("<u4").view(np.int8), tensors), strict=True):
+        scales = np.array(tensor.scales, np.float32).reshape(-1, 1)
+        scaled.append((scales * integers.reshape(len(scales), -1).astype("f4")).reshape(-1))
+    return np.concatenate(scaled)
 
 
 def _needed(file: str | Path, saved: _SavedState | None) -> _SavedState:
@@ -234,20 +237,20 @@ def _optimizer_state(
     Raises:
         InputError: it is of another kind or has other options, or does not have all trained parameters.
     """
-    kind = KINDS.get(type(optimizer), "")
-    keys = (
-        {ARRAYS[kind][name] for group in optimizer.param_groups for name in arrays_of(kind, group)} if kind else set()
-    )
-    if kind != stored.optimizer or keys != set(saved.arrays):
-        found = f"{type(optimizer).__name__} with {', '.join(sorted(keys)) or 'no moments'}"
+    kind, moments = KINDS.get(type(optimizer), ""), set[str]()
+    if kind:
+        moments = {ARRAYS[kind][name] for group in optimizer.param_groups for name in arrays_of(kind, group)}
+    if kind != stored.optimizer or moments != set(saved.arrays):
+        found = f"{type(optimizer).__name__} with {', '.join(sorted(moments)) or 'no moments'}"
         expected = f"one of the kind {stored.optimizer} with {', '.join(sorted(saved.arrays)) or 'no moments'}"
         raise InputError(f"The optimizer is {found}", expected=expected, do="Pass an optimizer of the exported kind")
-    result = optimizer.state_dict()
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    result = optimizer.state_dict()  # which has numbers in the place of parameters, in their order
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in result["param_groups"] for index in group["params"]]
-    index_of = {id(one): index for one, index in zip(parameters, indices, strict=True)}
+    index_of = {id(parameter): index for parameter, index in zip(parameters, indices, strict=True)}
     group_of = {index: group for group in result["param_groups"] for index in group["params"]}
-    states, rates = dict(result["state"]), dict[int, float]()
+    states = dict(result["state"])
+    rate_of_group = dict[int, float]()  # by id of the group
     for position, tensor in enumerate(_trained(stored)):
         index = index_of.get(id(named[tensor.name]))
         if index is None:
@@ -256,17 +259,17 @@ def _optimizer_state(
                 do="Make the optimizer of this model's parameters",
             )  # fmt: skip
         group, rate = group_of[index], saved.rates[tensor.group or 0]
-        if rates.setdefault(id(group), rate) != rate:
+        if rate_of_group.setdefault(id(group), rate) != rate:
             raise InputError(
                 f"{tensor.name:.80} has another learning rate than its group", expected="parameter groups as exported",
                 do="Make them likewise",
             )  # fmt: skip
         group["lr"] = rate
-        used = [ARRAYS[kind][name] for name in arrays_of(kind, group)]
-        moments: dict[str, Any] = {key: _tensor(saved.arrays[key][position], tensor) for key in used}
+        keys = [ARRAYS[kind][name] for name in arrays_of(kind, group)]
+        state: dict[str, Any] = {key: _tensor(saved.arrays[key][position], tensor) for key in keys}
         if kind != "sgd":
-            moments["step"] = torch.tensor(float(saved.step))
-        states[index] = moments if saved.step or kind == "adagrad" else {}  # Adagrad's exist before its first step
+            state["step"] = torch.tensor(float(saved.step))
+        states[index] = state if saved.step or kind == "adagrad" else {}  # Adagrad's exist before its first step
     return {**result, "state": states}
 
 
@@ -276,10 +279,11 @@ def _trained(stored: WeightsLayout) -> list[StoredTensor]:
 
 def _split(floats: np.ndarray, tensors: Sequence[StoredTensor]) -> list[np.ndarray]:
     """Return the elements of each tensor."""
-    return np.split(floats, _ends(tensor.size for tensor in tensors))[: len(tensors)]
+    return np.split(floats, _ends(tensor.size for tensor in tensors))[: len(tensors)]  # without what follows
 
 
 def _ends(counts: Iterable[int]) -> list[int]:
+    """Return the end of each of successive parts with so many elements."""
     return list(itertools.accumulate(counts))
 
 
@@ -330,22 +334,23 @@ def _is_consistent(stored: WeightsLayout) -> bool:
     """Whether the members of the saved state are those of an export with such tensors and optimizer."""
     counts = {member.name: member.count for member in stored.state}
     groups = [tensor.group for tensor in stored.tensors]
-    narrow = [tensor for tensor in stored.tensors if tensor.scales]
-    in_int8 = sum(tensor.size for tensor in narrow)
-    trained = sum(tensor.size for tensor in _trained(stored)) - in_int8
+    int8_tensors = [tensor for tensor in stored.tensors if tensor.scales]
+    int8_elements = sum(tensor.size for tensor in int8_tensors)
+    float_elements = sum(tensor.size for tensor in _trained(stored)) - int8_elements
     arrays = {"weights", "gradients", *ARRAYS.get(stored.optimizer, ())} & set(counts)
+    trained_come_first = groups == sorted(groups, key=lambda group: group is None)
     return (
         len(counts) == len(stored.state)
         and stored.state_bytes < _json.MOST_BYTES
         and stored.optimizer in ARRAYS
-        and groups == sorted(groups, key=lambda group: group is None)
+        and trained_come_first
         and all(group is None or group < len(stored.rates) for group in groups)
-        and ("weights" in arrays) == (trained > 0)
-        and counts.get("int8", 0) == -(-in_int8 // 4)
-        and all(tensor.group is not None and (len(tensor.scales),) == tensor.shape[:1] for tensor in narrow)
-        and all(counts[name] == trained for name in arrays)
+        and ("weights" in arrays) == (float_elements > 0)
+        and counts.get("int8", 0) == -(-int8_elements // 4)
+        and all(tensor.group is not None and (len(tensor.scales),) == tensor.shape[:1] for tensor in int8_tensors)
+        and all(counts[name] == float_elements for name in arrays)
         and ("calls" in counts) == ("gradients" in counts)
-        and counts.get("statistics", 0) == stored.floats - trained - in_int8
+        and counts.get("statistics", 0) == stored.floats - float_elements - int8_elements
         and counts.get("rate") == counts.get("step") == 1
         and counts.get("rates", len(stored.rates)) == len(stored.rates)
     )

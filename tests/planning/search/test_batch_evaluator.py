@@ -81,7 +81,7 @@ def test_latest_results_serve_every_budget(monkeypatch: pytest.MonkeyPatch) -> N
     evaluator, ran = Evaluator(graph), list[int]()
     first, second = (draw.random((evaluator.rows, 20)) < share for share in (0.2, 0.6))
     run = Batch.run
-    monkeypatch.setattr(Batch, "run", lambda batch: ran.append(batch.count) or run(batch))
+    monkeypatch.setattr(Batch, "run", lambda batch: ran.append(batch.candidate_count) or run(batch))
     for columns, budget, squared in [(first, 2000, 0), (second, 2000, 0), (first, 1 << 40, 0), (first, 500, 2)]:
         found, expected = evaluator.evaluate(columns, budget, squared=squared), Evaluator(graph)
         anew = expected.evaluate(columns, budget, squared=squared)
