@@ -332,14 +332,13 @@ def _report(request: Request, step: Int8Pass, samples: Sequence[tuple[torch.Tens
         )  # fmt: skip
     views = {integers.layer.out for integers in step.layers if isinstance(integers.layer, View)}
     loss, int8_loss = _losses(request, step, samples)
+    weights = [integers.layer.weight for integers in step.layers if isinstance(integers.layer, Convolution)]
     return Int8Frozen(
         layers=tuple(report for value, report in reports.items() if value not in views),
         borders=tuple(reports[value] for value in step.part.borders),
         stays=tuple(dict.fromkeys(map(str, step.part.stops))),
-        weights=sum(integers.layer.weight.size for integers in step.layers if isinstance(integers.layer, Convolution)),
-        loss=loss,
-        int8_loss=int8_loss,
-    )
+        weights=sum(weight.size for weight in weights), loss=loss, int8_loss=int8_loss,
+    )  # fmt: skip
 
 
 def _losses(request: Request, step: Int8Pass, samples: Sequence[tuple[torch.Tensor, ...]]) -> tuple[float, float]:

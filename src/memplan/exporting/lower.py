@@ -121,18 +121,10 @@ def work(graph: JointGraph, op: GraphOp) -> int:
 def with_bits(graph: JointGraph) -> JointGraph:
     """Offer to save values as bits, such as the signs that a ReLU's gradient reads; the kernels need no workspace."""
     encoded = offered(graph, Situation(), [Encode(), InsideBits()])
-    # the device has no kernels that decode a whole value
-    bits = [form for form in encoded.forms if not form.whole]
-    return replace(
-        encoded,
-        forms=tuple(
-            replace(
-                form, store_scratch=0, fetch_scratch=0, direct_scratch=0,
-                store_seconds=seconds(graph.values[form.value].bytes),
-            )
-            for form in bits
-        ),
-    )  # fmt: skip
+    bits = [form for form in encoded.forms if not form.whole]  # the device has no kernels that decode a whole value
+    no_workspace = {"store_scratch": 0, "fetch_scratch": 0, "direct_scratch": 0}
+    forms = (replace(form, store_seconds=seconds(graph.values[form.value].bytes), **no_workspace) for form in bits)
+    return replace(encoded, forms=tuple(forms))
 
 
 def seconds(work: float) -> float:
@@ -460,10 +452,8 @@ def _hardtanh_backward(low: Lowering, op: GraphOp) -> None:
 
 
 def _cast(low: Lowering, op: GraphOp) -> None:
-    """Lower a cast to a copy, to flags or to whole numbers, which are floats on the device.
-
-    Raises RecordingError for other dtypes.
-    """
+    """Lower a cast to a copy, to flags or to whole numbers, all of them floats on the device. Raises RecordingError for
+    other dtypes."""
     output = output_of(op)
     from_dtype, to_dtype = low.dtypes[op.args[0].value], low.dtypes[output]
     if from_dtype != to_dtype and not {from_dtype, to_dtype} <= {"float32", "bool", "int64", "int32"}:

@@ -180,9 +180,6 @@ class _Search:
     def _gain(self, paths: Iterable[str]) -> float:
         return sum(self.gains[path] for path in paths)
 
-    def _gain(self, paths: Iterable[str]) -> float:
-        return sum(self.gains[path] for path in paths)
-
     def _orders(self) -> Iterable[list[str]]:
         """Yield parameters by gain per byte, by gain, from last layer to first, and with small ones (biases) first."""
         total_gain = sum(self.gains.values())

@@ -358,6 +358,7 @@ class _Finder:
         self._convolve(op, x, weight=weight, bias=bias, plane=plane, result=plane, groups=channels)
 
     def convolution(self, op: GraphOp) -> None:
+        """Add a convolution with a constant weight, over one or two dimensions."""
         x, weight, bias, stride, padding, dilation, transposed, _, groups = op.args
         values = self.graph.values
         if transposed:
@@ -376,6 +377,7 @@ class _Finder:
         )  # fmt: skip
 
     def linear(self, op: GraphOp) -> None:
+        """Add a product with a constant weight (mm or addmm) as a convolution over planes of 1 x 1."""
         bias, x, weight = op.args[:3] if len(op.args) > 2 else (None, *op.args)
         arguments = arguments_of(op.target, op.args, op.kwargs)
         if weight.value not in self.known or x.value in self.known or (arguments.get("beta", 1) != 1):
@@ -394,6 +396,7 @@ class _Finder:
         self._convolve(op, operand, weight=weights, bias=biases, plane=(1, 1), result=(1, 1))
 
     def batch_norm(self, op: GraphOp) -> None:
+        """Fold a batch norm in evaluation mode into the convolution before it, or add it as a depthwise one."""
         arguments = arguments_of(op.target, op.args, op.kwargs)
         if arguments.get("training"):
             raise _Refused("it computes statistics of the batch; call .eval() on the layer")
@@ -413,6 +416,7 @@ class _Finder:
             self._by_channel_alone(op, x, torch.from_numpy(factor), torch.from_numpy(addend))
 
     def add(self, op: GraphOp) -> None:
+        """Add a sum or difference of two values, or of a value and a constant."""
         arguments = arguments_of(op.target, op.args, op.kwargs)
         x, y = arguments["self"], arguments["other"]
         operands = [ref.value for ref in (x, y) if isinstance(ref, Ref) and ref.value not in self.known]
@@ -429,6 +433,7 @@ class _Finder:
         self._append(Add([op], reads, op.outputs[0], factor))
 
     def multiply(self, op: GraphOp) -> None:
+        """Add a product of two values, or of a value and a constant."""
         operands = [ref.value for ref in op.args[:2] if isinstance(ref, Ref) and ref.value not in self.known]
         if len(operands) == 1:  # and a constant
             if not self._scaled(op, operands[0]):
@@ -460,10 +465,12 @@ class _Finder:
         }  # fmt: skip
 
     def largest(self, op: GraphOp) -> None:
+        """Add a max pool."""
         kernel, stride, padding, dilation = (*op.args[1:5], *[None] * 4)[:4]  # trailing defaults are left out of args
         self._append(Largest(**self._window(op, kernel, stride, padding, dilation)))
 
     def average(self, op: GraphOp) -> None:
+        """Add an average pool whose windows count as many elements everywhere."""
         arguments = arguments_of(op.target, op.args, op.kwargs)
         padding, ceil = arguments.get("padding") or [0], arguments.get("ceil_mode", False)
         if ceil or (any(padding) and not arguments.get("count_include_pad", True)):
@@ -475,6 +482,7 @@ class _Finder:
         self._append(Average(**fields, divisor=divisor))
 
     def adaptive_average(self, op: GraphOp) -> None:
+        """Add an adaptive average pool whose windows are all of one size."""
         output = op.outputs[0]
         assert output is not None, "checked by the caller"
         plane, result = (self.graph.values[v].shape[-2:] for v in (op.args[0].value, output))
@@ -486,6 +494,7 @@ class _Finder:
         )
 
     def mean(self, op: GraphOp) -> None:
+        """Add a mean over whole planes as an average pool with one window."""
         x, output = op.args[0].value, op.outputs[0]
         assert output is not None, "checked by the caller"
         shape = self.graph.values[x].shape

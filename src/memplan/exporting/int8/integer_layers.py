@@ -151,12 +151,10 @@ def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Ma
 
 
 def _of_bytes(layer: Convolution) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return (weight, bias, zero points, scale) of a convolution that reads bytes q as ``factor * q + addend`` by
-    channel.
+    """Return (weight, bias, zero points, scale) of a convolution that reads bytes q as ``factor * q + addend``.
 
-    The convolution reads ``scale * (q - zero point)``: the weight contains the factors relative to the scale. Zero
-    points are rounded to integers, and the bias corrects for that, exactly except for windows that reach into the
-    padding.
+    It then reads ``scale * (q - zero point)``: the weight contains the factors relative to the scale. Zero points are
+    rounded to integers, and the bias corrects for that, exactly except for windows that reach into the padding.
     """
     assert layer.bytes is not None
     factor, addend = layer.bytes.factor, layer.bytes.addend
@@ -277,12 +275,7 @@ def _windows(layer: Window, x: np.ndarray, padding: int) -> np.ndarray:
     padded = np.full((len(planes), max(ends[0], top + height), max(ends[1], left + width)), padding, planes.dtype)
     padded[:, top : top + height, left : left + width] = planes
     # one element of each window is a slice with the stride as step, which ends at the last window's
-    height_of_slice, width_of_slice = (
-        (count - 1) * stride + 1 for count, stride in zip(layer.result, layer.stride, strict=True)
-    )
+    h, w = ((count - 1) * stride + 1 for count, stride in zip(layer.result, layer.stride, strict=True))
     first_elements = [(ky * layer.dilation[0], kx * layer.dilation[1])
                       for ky in range(layer.kernel[0]) for kx in range(layer.kernel[1])]  # fmt: skip
-    return np.stack(
-        [padded[:, y : y + height_of_slice : layer.stride[0], x : x + width_of_slice : layer.stride[1]]
-         for y, x in first_elements]
-    )  # fmt: skip
+    return np.stack([padded[:, y : y + h : layer.stride[0], x : x + w : layer.stride[1]] for y, x in first_elements])

@@ -122,11 +122,8 @@ class CallWriter:
         return self.pointer(argument) if isinstance(argument, Ref) or argument is None else str(int(argument))
 
     def byte_input(self, op: GraphOp) -> tuple[str, dict[str, str], tuple[Any, ...]]:
-        """Return how a kernel reads the input of an op, which may be bytes: suffix of its name, macros, arguments.
-
-        The arguments are factor and addend of the normalization (see `byte_inputs.NORMALIZE`); () for an input in
-        floats.
-        """
+        """Return how a kernel reads the input of an op, which may be bytes: suffix of its name, macros, arguments. The
+        latter are factor and addend of the normalization (see `byte_inputs.NORMALIZE`), () for an input in floats."""
         factor_and_addend = op.kwargs.get("bytes")
         if factor_and_addend is None:
             return "", {"INPUT": "float", "CONSTANTS": "", "FLOATS": "1", "VALUE(v, channel)": "(v)"}, ()
@@ -208,10 +205,8 @@ class CallWriter:
             f"for (int d{loop} = 0; d{loop} < {sizes[loop]}; d{loop}++)\n{'    ' * (loop + 2)}"
             for loop in range(outer_count)
         )
-        first_elements = [
-            pointer + "".join(f" + d{loop} * {steps[loop]}" for loop in range(outer_count))
-            for pointer, steps in zip(pointers, merged_strides, strict=True)
-        ]
+        offsets = ["".join(f" + d{loop} * {steps[loop]}" for loop in range(outer_count)) for steps in merged_strides]
+        first_elements = [pointer + offset for pointer, offset in zip(pointers, offsets, strict=True)]
         missing = max(LOOPS - len(sizes), 0)  # loops of the kernel that run once
         rows = [[1] * missing + sizes[outer_count:], *([0] * missing + steps[outer_count:] for steps in merged_strides)]
         unused_rows = [[0] * LOOPS] * (5 - len(rows))  # the C struct has sizes, and strides of four tensors

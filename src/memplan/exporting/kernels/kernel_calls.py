@@ -363,9 +363,8 @@ def _reduction_table(w: CallWriter, op: GraphOp) -> str:
     others = [dim for dim in range(len(shape)) if dim not in reduced]
     sizes, steps = list[int](), list[int]()  # of the five loops
     for loop_dims, loops in ((others, 2), (reduced, 3)):
-        merged_sizes, (merged_strides,) = merged_loops(
-            [shape[dim] for dim in loop_dims], [[strides[dim] for dim in loop_dims]]
-        )
+        loop_strides = [strides[dim] for dim in loop_dims]
+        merged_sizes, (merged_strides,) = merged_loops([shape[dim] for dim in loop_dims], [loop_strides])
         missing = loops - len(merged_sizes)
         if missing < 0:
             raise refusal(
@@ -575,8 +574,8 @@ def _insert(w: CallWriter, op: GraphOp) -> list[str]:
     before, part, channel = op.args
     output = w.graph.values[output_of(op)]
     start = channel * math.prod(output.shape[2:])
-    return [w.call(w.kernel("insert"), Ref(output.id), before, part, math.prod(output.shape), start,
-                   math.prod(w.shape(part)))]  # fmt: skip
+    size, part_size = math.prod(output.shape), math.prod(w.shape(part))
+    return [w.call(w.kernel("insert"), Ref(output.id), before, part, size, start, part_size)]
 
 
 def _embedding(w: CallWriter, op: GraphOp) -> list[str]:

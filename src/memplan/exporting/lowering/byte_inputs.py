@@ -7,6 +7,7 @@ input in floats is never stored; for other ops a buffer is normalized, which can
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,15 +113,11 @@ def with_direct_reads(graph: JointGraph, low: Lowering) -> JointGraph:
         return graph
     rebuild = Rebuild(graph)
     for op in graph.ops:
-        position = _byte_operand_position(op)
-        operand = None if position is None else graph.values[op.args[position].value]
-        normalize_op = None if operand is None else normalize_ops.get(operand.base)
-        if position is None or operand is None or normalize_op is None:
+        normalized_read = _normalized_read(graph, op, normalize_ops)
+        if normalized_read is None:
             rebuild.add(op)
             continue
-        if not _knows_channels(graph, op, operand, normalize_op):
-            rebuild.add(op)
-            continue
+        position, operand, normalize_op = normalized_read
         x, factor_and_addend = normalize_op.args[0], normalize_op.args[1:]
         if operand.is_view:  # the kernel gets the same view of the bytes
             view = rebuild.value(operand.name, operand, base=x.value, dtype=graph.values[x.value].dtype, op=None)
@@ -136,6 +133,21 @@ def with_direct_reads(graph: JointGraph, low: Lowering) -> JointGraph:
         args = (*op.args[:position], x, *op.args[position + 1 :])
         rebuild.add(op, args=args, kwargs={**op.kwargs, "bytes": factor_and_addend})
     return rebuild.finished()
+
+
+def _normalized_read(
+    graph: JointGraph, op: GraphOp, normalize_ops: Mapping[int, GraphOp]
+) -> tuple[int, Value, GraphOp] | None:
+    """Return the position and value of an operand that the kernel of `op` can read as bytes, and the op that normalizes
+    these; None if there is none."""
+    position = _byte_operand_position(op)
+    if position is None:
+        return None
+    operand = graph.values[op.args[position].value]
+    normalize_op = normalize_ops.get(operand.base)
+    if normalize_op is None or not _knows_channels(graph, op, operand, normalize_op):
+        return None
+    return position, operand, normalize_op
 
 
 def _byte_operand_position(op: GraphOp) -> int | None:

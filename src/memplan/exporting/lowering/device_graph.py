@@ -151,32 +151,26 @@ class Lowering(Rebuild):
         """Add a contiguous value with its own memory: of `size` bytes, or as many as shape and dtype take."""
         stride = torch.empty(tuple(shape), device="meta").stride()
         own_bytes = math.prod(shape) * getattr(torch, dtype).itemsize if size is None else size
-        return self.value(
-            name,
-            like,
-            shape=tuple(shape),
-            stride=tuple(stride),
-            dtype=dtype,
-            bytes=words(own_bytes),
-            base=len(self.values),
-            op=None,
-        )
+        layout = {"shape": tuple(shape), "stride": tuple(stride), "dtype": dtype, "bytes": words(own_bytes)}
+        return self.value(name, like, **layout, base=len(self.values), op=None)
 
     # -- ops
 
-    def call(self, op: GraphOp, target: str, args: Sequence[Any], makes: Sequence[int | None], **changes: Any) -> None:
+    def call(
+        self, op: GraphOp, target: str, args: Sequence[Any], outputs: Sequence[int | None], **changes: Any
+    ) -> None:
         """Add the call of a kernel that replaces an op or a part of it.
 
         Args:
             op: its layer, source line and phase become those of the call.
             target, args: kernel and arguments.
-            makes: results, also views; None for one that nothing reads.
+            outputs: results, also views; None for one that nothing reads.
             changes: other fields of the new `GraphOp`.
         """
-        owned = tuple(value for value in makes if value is not None and self.values[value].base == value)
+        owned = tuple(value for value in outputs if value is not None and self.values[value].base == value)
         fields: dict[str, Any] = {
-            "target": target, "args": tuple(args), "kwargs": {}, "outputs": tuple(makes), "makes": owned,
-            "multiple": len(makes) > 1, "discarded": 0, "scratch": 0, "scratch_into": None, "overwrites": (),
+            "target": target, "args": tuple(args), "kwargs": {}, "outputs": tuple(outputs), "makes": owned,
+            "multiple": len(outputs) > 1, "discarded": 0, "scratch": 0, "scratch_into": None, "overwrites": (),
             "gradient_of": None, "cheaper_recompute": None, "random": False, "holds": (),
         }  # fmt: skip
         self.add(op, **{**fields, **changes})

@@ -22,14 +22,10 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
             continue
         position = next(p for p, other in enumerate(order) if other.index == op.index)
         results = set(op.makes)
-        first_reader = next(
-            (
-                p
-                for p, later in enumerate(order[position + 1 :], start=position + 1)
-                if not results.isdisjoint((*later.reads, *later.outputs))  # `outputs`: a view of a result
-            ),
-            None,
-        )
+        later = range(position + 1, len(order))
+        # in `outputs`: a view of a result
+        readers = (p for p in later if not results.isdisjoint((*order[p].reads, *order[p].outputs)))
+        first_reader = next(readers, None)
         if first_reader is None or first_reader == position + 1:
             continue
         result_bytes = sum(graph.values[value].bytes for value in op.makes)

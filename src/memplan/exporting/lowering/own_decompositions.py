@@ -13,6 +13,7 @@ from memplan.planning.graph.op_schema import overload
 
 
 def _var(x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """``aten.var``; degrees of freedom below 0 count as 0."""
     dims = [d % x.dim() for d in dim] if dim else list(range(x.dim()))
     degrees_of_freedom = math.prod(x.shape[d] for d in dims) - (1 if correction is None else correction)
     difference = x - x.mean(dims, keepdim=True)
@@ -24,6 +25,7 @@ def _std(x: Tensor, dim: list[int] | None = None, *, correction: float | None = 
 
 
 def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    """``aten.logsumexp``, relative to the largest element, so that no exponential overflows."""
     largest = x.amax(dim, keepdim=True)
     largest = torch.where(largest.abs() == torch.inf, 0.0, largest)  # inf - inf would be NaN
     total = (x - largest).exp().sum(dim, keepdim=True).log() + largest
@@ -31,6 +33,7 @@ def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 
 def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """``aten.roll`` by joining two slices of each dimension; without dimensions, of all elements in a row."""
     if not dims:
         return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
     for shift, dim in zip(shifts, dims, strict=True):
@@ -40,12 +43,14 @@ def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """``aten.copy``: what ``x.copy_(source)`` makes of x."""
     return source.expand(x.shape).to(x.dtype).clone()
 
 
 def _slice_scatter(
     x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
+    """``aten.slice_scatter`` of a contiguous slice: the source between the parts of x before and behind it."""
     if step != 1:
         return NotImplemented
     size = x.shape[dim]
@@ -80,6 +85,7 @@ def _weight_norm_backward(g: Tensor, v: Tensor, scale: Tensor, norms: Tensor, di
 
 
 def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """``aten.cumsum`` as a chain of additions."""
     x = x if dtype is None else x.to(dtype)
     sums = [x.narrow(dim, 0, 1)]
     for k in range(1, x.shape[dim]):
@@ -88,6 +94,7 @@ def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """``aten.repeat``; more repeats than dimensions of x repeat it along new ones before them."""
     shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
     # a dimension of size 1 before each dimension is expanded to the number of repeats, and both are then merged
     pairs = [size for pair in zip(repeats, shape, strict=True) for size in pair]

@@ -128,8 +128,7 @@ def compare_results(
         f"{len(losses)} steps beside PyTorch: every loss within {worst[0]:.2g} of its bound, every weight within "
         f"{worst[1]:.2g}; {where}"
     )
-    return Verdict(words, proven=True, losses=tuple(losses), worst_loss=worst[0], worst_weight=worst[1],
-                   worst_output=worst[2])  # fmt: skip
+    return Verdict(words, True, tuple(losses), *worst)
 
 
 def _worst(actual: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> float:
