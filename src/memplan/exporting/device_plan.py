@@ -125,7 +125,8 @@ def planned_step(
     layout = StepLayout(
         name, memory, rules, step, infer_pass, captured.outputs, infer.outputs, stored.file, stored.arena_apart
     )
-    levers = tuple((words, peak - outside_arena) for words, peak in _peaks(device, tiles, surroundings, use))
+    peaks = _peaks(device, tiles, surroundings, use)
+    levers = tuple((technique, peak - outside_arena) for technique, peak in peaks)
     readable_in_int8 = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in readable_in_int8)
     return DevicePlan(layout, surroundings, levers, min(tile.ram for tile in tiles), could_be_int8)
@@ -174,7 +175,7 @@ def _peaks(
     def peak(variant: DeviceGraph, **choices: Any) -> int:
         return levels(schedule(variant.graph, Choices(**choices)), surroundings).peak
 
-    late_update = use if use.adds else STAYS
+    late_update = use if use.adds else STAYS  # gradients that are added up have no earlier use
     yield "everything kept, gradients until the update", peak(device, in_place=False, gradients=late_update)
     yield "results in the place of what dies", peak(device, gradients=late_update)
     if use.updates:
@@ -203,7 +204,7 @@ def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -
     """
     graph, use = captured.graph, rules.gradients.use
 
-    def ram(paths: Collection[str], levers: bool) -> int:
+    def ram(paths: Collection[str], all_techniques: bool) -> int:
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         trained = {parameter: True for parameter, _ in gradients}
         reduced = replace(graph, gradients=gradients)
@@ -211,7 +212,7 @@ def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -
         fused = with_fused_updates(device, worth_fusing(device.graph, use), use)
         weights = sum(math.prod(graph.values[parameter].shape) for parameter in trained)
         outside_memory = _outside_memory(weights, rules, stored)
-        if levers:
+        if all_techniques:
             return Search(fused.graph, outside_memory, gradients=use).floor_peak
         return levels(schedule(fused.graph, Choices(gradients=use)), outside_memory).peak
 

@@ -17,6 +17,7 @@ COPIES = {
     "flag to float, expanded": (torch.zeros(2, 3), FLAGS[0]),
 }
 SUMS = {"floats": (FLOATS, 1), "flags in float": (FLAGS, 0, torch.float32)}
+SLICES = [(1, 3), (-2, None), (0, 0), (2, 1)]
 
 
 def check(target: Any, *args: Any, **kwargs: Any) -> None:
@@ -27,6 +28,12 @@ def check(target: Any, *args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize("name", COPIES)
 def test_copy_converts_to_the_dtype_of_its_first_operand(name: str) -> None:
     check(torch.ops.aten.copy.default, *COPIES[name])
+
+
+@pytest.mark.parametrize(("start", "end"), SLICES)
+def test_a_slice_is_replaced_also_an_empty_one(start: int, end: int | None) -> None:
+    source = torch.full_like(FLOATS[:, start:end], 7.0)
+    check(torch.ops.aten.slice_scatter.default, FLOATS, source, 1, start, end)
 
 
 @pytest.mark.parametrize("name", SUMS)

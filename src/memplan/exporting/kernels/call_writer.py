@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from memplan.exporting.kernels.elementwise import form_of
 from memplan.exporting.kernels.templates import NEEDS, element_functions, template
 from memplan.exporting.lowering.device_graph import output_of, refusal
@@ -266,8 +268,6 @@ def number(value: float) -> str:
         >>> number(0.1), number(float("-inf")), number(2)
         ('0.1f', '-INFINITY', '2.0f')
     """
-    import numpy as np
-
     if math.isnan(value):
         return "NAN"
     if math.isinf(value) or abs(value) > 3.4028235e38:  # the largest float32

@@ -54,8 +54,9 @@ def _slice_scatter(
     if step != 1:
         return NotImplemented
     size = x.shape[dim]
-    first, last, _ = slice(start, end).indices(size)
-    parts = [x.narrow(dim, 0, first), source, x.narrow(dim, last, size - last)]
+    first, stop, _ = slice(start, end).indices(size)
+    stop = max(first, stop)  # an end before the start is an empty slice
+    parts = [x.narrow(dim, 0, first), source, x.narrow(dim, stop, size - stop)]
     return torch.cat([part for part in parts if part.shape[dim]], dim)
 
 
