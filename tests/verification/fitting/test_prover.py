@@ -193,6 +193,25 @@ def test_what_cannot_be_cut_is_refused_with_the_bytes_that_it_takes(monkeypatch:
     assert everything(model, x) == before
 
 
+def test_a_comparison_of_moments_needs_room_for_two_more_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As below, without torchao: an exact plan is proven as if its moments were to be compared."""
+    compared = list[Any]()
+    monkeypatch.setattr(prover, "_has_moments", lambda planned: planned is not None)
+    monkeypatch.setattr(prover, "moments_error", lambda trial, optimizer: compared.append(trial))
+    model, options = net(), {**CALL, "optimizer": torch.optim.AdamW}
+    budget, eager = budget_of(model, optimizer=torch.optim.AdamW)
+    weights, steps = sum(parameter.nbytes for parameter in model.parameters()), 4 * len(list(model.parameters()))
+    needed = eager + 2 * (X.nbytes + Y.nbytes + weights + (2 * weights + steps) + weights)
+    for spare in (-16, 16):
+        machine(monkeypatch, needed + spare)
+        fitted = fit(model, X, **options, budget=budget, pairs=0)
+        assert (fitted.proof.cut is None) == (spare > 0)
+        assert len(compared) == 1, "of all samples, or of fewer"
+        compared.clear()
+        fitted.undo()
+
+
+@pytest.mark.slow
 def test_moments_in_8_bits_need_room_for_two_more_copies(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]
 ) -> None:
