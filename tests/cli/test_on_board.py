@@ -118,6 +118,7 @@ def test_data_lets_frozen_layers_be_in_eight_bits() -> None:
     assert "the loss moves from" in text
 
 
+@pytest.mark.slow  # of the command alone: tests/exporting/test_board_fit.py has the rule
 def test_what_lacks_flash_may_fit_with_frozen_layers_in_eight_bits() -> None:
     """1.15 MiB of floats, of which all but the head's 9 KiB are a quarter in eight bits, on a chip of 1 MiB."""
     step = ("models.py:deep", "--input", "1x3x8", *STEP, "--device-memory", "nrf52840")

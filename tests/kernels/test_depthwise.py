@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from environment import slow
 from torch import Tensor, nn
 from truth.cpu_allocator import measured_peak
 from truth.float64_errors import INTERPRETED, assert_as_exact, values_and_gradients
@@ -141,7 +142,7 @@ def test_sums_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(values_and_gradients(ours, of), once, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("last", [False, *slow(True)], ids=["contiguous", "channels last"])
 def test_sums_of_parts_of_several_samples(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of three samples, the last of two."""
     monkeypatch.setattr(source, "_LEAST_PART", 100)

@@ -47,7 +47,7 @@ def test_values_and_gradients(kind: str, shape: tuple[int, ...], dtype: torch.dt
 
 
 @kinds
-@pytest.mark.parametrize("shape", [(), (1, 7), (0, 8), (200, 1), *slow(((1,),), ((8, 0),), ((3, 2049),))], ids=str)
+@pytest.mark.parametrize("shape", [(), (1, 7), (0, 8), (20, 1), *slow(((1,),), ((8, 0),), ((3, 2049),))], ids=str)
 def test_odd_sizes(kind: str, shape: tuple[int, ...]) -> None:
     assert_as_exact(*KINDS[kind], operands(*shape), torch.float32, few=True)
 
