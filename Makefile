@@ -20,7 +20,7 @@ demo: $(VENV)/.cli
 	@$(MAKE) --no-print-directory $(VENV)/.demo
 	$(BIN)/memplan explain examples/unet3d.py:build $(DEMO_FLAGS)
 
-# A hundred tests run memplan in another interpreter: bytecode spares each half a second, also where Python may write none.
+# Dozens of tests run memplan in another interpreter: bytecode spares each half a second, also where Python writes none.
 PYTEST = $(BIN)/python -m compileall -qq src && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=25
 
 test: $(VENV)/.test browser
