@@ -36,16 +36,6 @@ def camera():
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4))
 
 
-def deep():
-    torch.manual_seed(0)
-    layers = (nn.Linear(24, 512), nn.ReLU(), nn.Linear(512, 560), nn.ReLU(), nn.Linear(560, 4))
-    return nn.Sequential(nn.Flatten(), *layers)
-
-
-def readings():
-    return [(torch.randn(1, 3, 8), torch.tensor([1]))]
-
-
 def photos():
     return [(torch.randn(1, 3, 32, 32), torch.tensor([1]))]
 
@@ -116,21 +106,6 @@ def test_data_lets_frozen_layers_be_in_eight_bits() -> None:
     assert "+ arena, int8" in text
     assert "--input-in-arena --frozen-layers int8 --calibrate TARGET" in text
     assert "the loss moves from" in text
-
-
-@pytest.mark.slow  # of the command alone: tests/exporting/test_board_fit.py has the rule
-def test_what_lacks_flash_may_fit_with_frozen_layers_in_eight_bits() -> None:
-    """1.15 MiB of floats, of which all but the head's 9 KiB are a quarter in eight bits, on a chip of 1 MiB."""
-    step = ("models.py:deep", "--input", "1x3x8", *STEP, "--device-memory", "nrf52840")
-    floats = run(*step)
-    assert floats.exit_code == 1, floats.output
-    assert "no, flash" in floats.stdout
-    assert "give batches of your data (--calibrate" in " ".join(floats.stdout.split())
-    narrow = run(*step, "--calibrate", "models.py:readings")
-    assert narrow.exit_code == 0, narrow.output
-    assert "head alone can be trained" in narrow.stdout
-    assert "+ int8 " in narrow.stdout
-    assert "--frozen-layers int8 --calibrate TARGET" in " ".join(narrow.stdout.split())
 
 
 @pytest.mark.parametrize(
