@@ -1,9 +1,11 @@
 """Pipeline stages of `torch.distributed.pipelining` on one rank, without the ranks of the other stages.
 
-Everything here was seen in torch 2.13. Private names, of ``torch.distributed.pipelining``:
-``schedules._PipelineSchedule._warmup_p2p``; of ``stage.PipelineStage`` ``_recv_meta``, ``_user_meta``, ``_stage_meta``
-and ``_inference_mode``; ``_utils._StageForwardMeta``, ``_StageBackwardMeta`` and ``_derive_grad_metas``. Seen in
-torch 2.11: ``stage.PipelineStage._shape_inference``, with ``stage_index_to_group_rank`` and ``group_rank``.
+Everything here was seen in torch 2.13 to 2.15. Private names, of ``torch.distributed.pipelining``:
+``schedules._PipelineSchedule._warmup_p2p``, from torch 2.15 on ``_initialize_pipeline_distributed_state``; of
+``stage.PipelineStage`` ``_recv_meta``, ``_user_meta``, ``_stage_meta`` and ``_inference_mode``, from torch 2.15 on
+``_output_slot_is_releasable``; ``_utils.InferenceMode``, ``_StageForwardMeta``, ``_StageBackwardMeta`` and
+``_derive_grad_metas``. Seen in torch 2.11: ``stage.PipelineStage._shape_inference``, with
+``stage_index_to_group_rank`` and ``group_rank``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan._torch.patches import patched
 from memplan.errors import StepError
@@ -39,14 +44,23 @@ def stages_without_neighbours(note_stage: Callable[[Any], None]) -> Iterator[Non
         note_stage(self)
 
     schedule: Any = vars(schedules)["_PipelineSchedule"]
-    begin: Any = vars(schedule)["_warmup_p2p"]
+    names = ("_initialize_pipeline_distributed_state", "_warmup_p2p")
+    exchange = next(name for name in names if name in vars(schedule))
+    begin: Any = vars(schedule)[exchange]
+    modes: Any = metadata.InferenceMode
 
-    def begin_without_exchange(self: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
-        """Replace a schedule's exchange with the neighbouring stages before its first step."""
+    def begin_without_exchange(self: Any, stages: Sequence[Any], has_backward: bool, connection: bool) -> None:
+        """Replace a schedule's exchange with the neighbouring stages before its first step.
+
+        Args:
+            connection: of `_warmup_p2p` whether the ranks are connected, of its successor whether to connect them.
+        """
         if not all(isinstance(stage, PipelineStage) for stage in stages):
-            return begin(self, stages, has_backward, p2p_done)
-        modes = metadata.InferenceMode
+            return begin(self, stages, has_backward, connection)
         runs_module = any(modes.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
+        if exchange != "_warmup_p2p":  # makes groups for pairs of ranks, too, where shapes need not be exchanged
+            with patched(modes, needs_dynamic=staticmethod(lambda *_: False)):
+                begin(self, stages, has_backward, connection)
         for stage in stages:  # how a stage learns its shapes: it runs its module, or gets them as arguments
             stage._inference_mode = modes.DYNAMIC if runs_module else modes.STATIC
 
@@ -61,9 +75,26 @@ def stages_without_neighbours(note_stage: Callable[[Any], None]) -> Iterator[Non
         return metadata._StageBackwardMeta(backward_metas=gradients)
 
     with (
-        patched(schedule, _warmup_p2p=begin_without_exchange),
+        _fake_outputs_released(PipelineStage),
+        patched(schedule, **{exchange: begin_without_exchange}),
         patched(PipelineStage, __init__=construct_noted, _recv_meta=received),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _fake_outputs_released(stage_class: Any) -> Iterator[None]:
+    """Let stages release the fake outputs that they sent, as they release plain tensors: torch asks for the type."""
+    is_releasable: Any = getattr(stage_class, "_output_slot_is_releasable", None)
+    if is_releasable is None:  # before torch 2.15 outputs stay until backward
+        yield
+        return
+    plain = torch.Tensor()
+
+    def is_releasable_if_plain(self: Any, output: Any) -> tuple[bool, str]:
+        return is_releasable(self, plain if type(output) is FakeTensor else output)
+
+    with patched(stage_class, _output_slot_is_releasable=is_releasable_if_plain):
         yield
 
 
