@@ -10,7 +10,7 @@ import torch
 from environment import slow
 from models.compiled_steps import STEPS, Broken, Feedforward, step_of, vectors
 from torch import nn
-from truth.cpu_allocator import measured_peak
+from truth.cpu_allocator import collecting, measured_peak
 
 import memplan
 from memplan.simulation.simulate import simulate
@@ -35,7 +35,9 @@ def test_the_bytes_are_those_of_the_compiled_step(name: str) -> None:
     assert COMPILED in predicted.notes
     assert not predicted.assumptions
     torch._dynamo.reset()  # pyright: ignore[reportAttributeAccessIssue]
-    assert simulate(predicted).peak_allocated == pytest.approx(measured_peak(STEPS[name], steps), abs=16 * STEP_COUNTER)
+    # what compiles in the first step can leave cycles that hold its tensors (torch 2.15)
+    measured = measured_peak(collecting(STEPS[name]), steps)
+    assert simulate(predicted).peak_allocated == pytest.approx(measured, abs=16 * STEP_COUNTER)
 
 
 @pytest.fixture(scope="module")

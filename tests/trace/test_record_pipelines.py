@@ -54,3 +54,14 @@ def test_stages_without_shapes_are_recorded_where_they_can_be_known() -> None:
     assert predicted == pytest.approx(measured_peak_of_rank(build, 2, 0), rel=1e-3)
     with pytest.raises(StepError, match=r"stage 1 .* learns the shapes .* from stage 0.* input_args"):
         memplan.record(build, world=2, rank=1)
+
+
+def test_stages_may_have_a_communicator_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they learn their shapes in the first step."""
+    config = pytest.importorskip("torch.distributed.config")
+    if not hasattr(config, "pipeline_per_edge_p2p"):
+        pytest.skip("before torch 2.15 a pipeline's ranks share their communicator")
+    monkeypatch.setattr(config, "pipeline_per_edge_p2p", True)
+    build = step_of("1f1b", 2, shapes=False)
+    predicted = memplan.simulate(memplan.record(build, world=2)).peak_allocated
+    assert predicted == pytest.approx(measured_peak_of_rank(build, 2, 0), rel=1e-3)

@@ -49,6 +49,21 @@ def peak_of(sizes: list[int]) -> int:
     return highest
 
 
+def collecting(build: Callable[[], Callable[[], Any]]) -> Callable[[], Callable[[], None]]:
+    """The same step, after which garbage goes, as in a recording: cycles that the first step leaves are no step's."""
+
+    def collected() -> Callable[[], None]:
+        step = build()
+
+        def run() -> None:
+            step()
+            gc.collect()
+
+        return run
+
+    return collected
+
+
 def measured_peak(build: Callable[[], Callable[[], Any]], steps: int = 2) -> int:
     """Bytes at the peak of build and steps, as the allocator saw them."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
-from truth.cpu_allocator import measured_peak
+from truth.cpu_allocator import collecting, measured_peak
 
 from memplan import _torch
 
@@ -14,14 +13,5 @@ from memplan import _torch
 def measured_peak_of_rank(build: Callable[[], Callable[[], Any]], world: int, rank: int = 0) -> int:
     """Bytes at the peak of build and steps; garbage goes after each step, as in a recording."""
 
-    def collected() -> Callable[[], None]:
-        step = build()
-
-        def run() -> None:
-            step()
-            gc.collect()
-
-        return run
-
     with _torch.one_rank_of(world, rank):
-        return measured_peak(collected)
+        return measured_peak(collecting(build))

@@ -156,7 +156,7 @@ def _own_random_tracker() -> Iterator[None]:
     """Within this context, `DTensor` has its own tracker of random numbers, which it makes once for the device of the
     first mesh: afterwards, another one would be asked for numbers on a card.
 
-    `_rng_tracker` was seen in torch 2.11 to 2.14.
+    `_rng_tracker` was seen in torch 2.11 to 2.15.
     """
 
     def exchange(new: Any) -> Any:
