@@ -25,7 +25,7 @@ def test_found_where_torch_clones(activation: type[nn.Module]) -> None:
         return steps
 
     step = build(True)()  # pyright: ignore[reportCallIssue]  # a build
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         step()
     clones = any(event.key == "aten::clone" for event in profile.key_averages())
     found = [finding for finding in memplan.check(build(True), device="cpu") if finding.id == ID]

@@ -61,7 +61,7 @@ def test_torch_sends_as_many(way: str, buckets: int, by_hand: int) -> None:
     try:
         step = data_parallel(way)()
         step()
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             step()
     finally:
         dist.destroy_process_group()

@@ -86,7 +86,9 @@ def test_nothing_of_a_model_that_is_to_be_made_is_allocated() -> None:
     def wide() -> nn.Module:
         return nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.ReLU())
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as seen:
         found = plan(
             wide, "2x1048576", targets="2:int64<1048576", loss=F.cross_entropy, budget=10**15, costs="roofline",
             optimizer=torch.optim.AdamW,

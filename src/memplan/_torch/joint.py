@@ -123,8 +123,11 @@ def _refuse_constant_change(func: Any, args: Any) -> None:
 
 def has_kept_fake(error: Exception) -> bool:
     """Return whether a trace failed on a fake tensor that an earlier pass stored, such as a buffer created in the first
-    forward(). Seen in torch 2.13."""
-    return isinstance(error, AssertionError) and "Unexpected fake" in str(error)
+    forward(). Seen in torch 2.13 and 2.15, the other message in 2.11."""
+    message = str(error)
+    if isinstance(error, AssertionError):
+        return "Unexpected fake" in message
+    return isinstance(error, RuntimeError) and "cannot find FakeTensor" in message and "in tensor_tracker" in message
 
 
 def joint_graph(

@@ -221,7 +221,7 @@ def test_nothing_is_held_when_the_handle_is_gone() -> None:
 
 
 def test_a_profiler_at_work_is_named() -> None:
-    with profile(), pytest.raises(RecordingError, match="Sine cannot be traced, and what it takes"):
+    with profile(acc_events=True), pytest.raises(RecordingError, match="Sine cannot be traced, and what it takes"):
         capture(Calls(CASES["function"][0]), call_of((torch.randn(3, 4),), {}))
 
 
