@@ -55,6 +55,7 @@ def test_a_script_with_its_arguments(script: str) -> None:
     assert "secret" not in done.output
 
 
+@here
 def test_a_module(script: str, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
@@ -72,6 +73,7 @@ def test_its_trace_is_explained_again(script: str) -> None:
     assert "training step on rtx4090" in done.stdout
 
 
+@here
 def test_its_own_answer_to_wrong_arguments(script: str) -> None:
     done = _invoke("run", script, "--batch-sice", "3")
     assert done.exit_code == 2
