@@ -62,7 +62,7 @@ def fastest(
         search.try_precision(mixed_precision)
     if search.best is None and exact_error:
         search.try_skipped()
-    for precision in tiers_of_moments(model, settings) if search.may_have_moments else ():
+    for precision in search.worth_moments(tiers_of_moments(model, settings)) if search.may_have_moments else ():
         if search.best is not None or search.moments_left_out:
             break
         search.try_precision(precision)
@@ -163,6 +163,28 @@ class _PrecisionSearch:
         for precision, study in self._studies.items():  # any study: the optimizer is the same
             return study.search(replace(self._settings, precision=precision)).outside_memory.moments_fit_8_bits
         return True
+
+    def worth_moments(self, tiers: Iterable[Precision]) -> list[Precision]:
+        """Return those of these precisions with moments in 8 bits that may meet the budget, by the smallest peak that
+        was found without these. To plan in the others takes seconds, as torchao compiles the update.
+
+        The peaks of fused kernels are not known before these are lowered: all are returned.
+        """
+        tiers = list(tiers)
+        peaks = {error.precision: error.smallest_budget for error in self.budget_errors}
+        if self._settings.engine == "inductor" or not peaks:
+            return tiers
+        worth = list[Precision]()
+        for precision in tiers:
+            plain = replace(precision, moments="")
+            if plain in peaks:
+                outside = self._studies[plain].search(replace(self._settings, precision=plain)).outside_memory
+                if peaks[plain] - int(_MOST_SAVED_OF_STATE * outside.state) - outside.update > self._budget:
+                    continue
+            elif plain not in self._settings.excluded_precisions:  # those were not planned
+                continue
+            worth.append(precision)
+        return worth
 
     @property
     def moments_left_out(self) -> str:
