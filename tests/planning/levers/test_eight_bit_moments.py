@@ -78,6 +78,16 @@ def test_never_without_lossy_and_never_without_torchao(monkeypatch: pytest.Monke
     assert "moments" not in str(error.value)
 
 
+def test_they_are_not_planned_where_they_cannot_meet_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To record torchao's update compiles it: a budget of half of the weights is refused without that."""
+    rows, _ = batch()
+    made = list[Any]()
+    monkeypatch.setattr(eight_bit_moments, "_import_torchao", lambda: made.append(None))
+    with pytest.raises(BudgetError):
+        memplan.plan(make(), rows, budget=WEIGHTS // 2, costs="roofline", allow="lossy", **asked())
+    assert made == []
+
+
 def test_other_optimizers_are_not_looked_at_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of SGD with momentum is as large as the weights. Half of it less than any plan needs is too little."""
     rows, _ = batch()
