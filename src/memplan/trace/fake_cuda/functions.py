@@ -50,8 +50,8 @@ def emulated_functions(card: Card, device: Device, differing: set[str]) -> dict[
         "current_device": lambda: card_of_rank().index,
         "device": OnDevice,
         "device_of": OnDevice,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "get_rng_state": lambda device=None: _random_state(),
+        "get_rng_state_all": lambda: [_random_state()],
         "initial_seed": lambda: 0,
         "can_device_access_peer": lambda *_: False,
         "get_sync_debug_mode": lambda: 0,
@@ -62,6 +62,12 @@ def emulated_functions(card: Card, device: Device, differing: set[str]) -> dict[
 
 def _no_op(*_: Any, **__: Any) -> None:
     return None
+
+
+def _random_state() -> torch.Tensor:
+    """Return the state of a card's generator, in host memory: a seed and an offset of 8 bytes each
+    (CUDAGeneratorImpl::get_state)."""
+    return torch.frombuffer(bytearray(16), dtype=torch.uint8)
 
 
 def _compared(name: str, card: Card, device: Device, differing: set[str]) -> Answer:
@@ -173,8 +179,8 @@ def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]
         stack.enter_context(_torch.checkpoints_for_cuda())
         stack.enter_context(_torch.histories_replaced(lambda name: _refusal(torch.cuda.memory, name)))
         stack.enter_context(_torch.patched(torch, Generator=_Generator))
-        # libraries look up a card's generator by index; here its state is the host's, as in `get_rng_state`
-        generators = (torch.default_generator,) * torch.cuda.device_count()
+        # libraries look up a card's generator by index
+        generators = tuple(_CardGenerator("cpu") for _ in range(torch.cuda.device_count()))
         stack.enter_context(_torch.patched(torch.cuda, default_generators=generators))
         stack.enter_context(_torch.raw_streams_of_cuda())
         stack.enter_context(_torch.accelerator_is_cuda())
@@ -183,6 +189,16 @@ def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]
         if torch.version.cuda is None:
             stack.enter_context(_torch.patched(torch.version, cuda="12.8"))
         yield
+
+
+class _CardGenerator(torch.Generator):
+    """Default generator of a card, whose state has the size of a card's. Nothing is drawn during a recording."""
+
+    def get_state(self) -> torch.Tensor:
+        return _random_state()
+
+    def set_state(self, new_state: torch.Tensor) -> _CardGenerator:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self
 
 
 class _Generator(torch.Generator):
