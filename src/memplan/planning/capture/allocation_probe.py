@@ -39,7 +39,7 @@ class Allocations:
         self._ranges: dict[str, tuple[int, int]] = {}
         """Start and end of each span, by name: ns of a profile, or ticks of a ledger."""
         self._events: list[tuple[int, int]] = []
-        """(time, bytes, negative for a free), in order."""
+        """(time, bytes: negative for a free), in order of time."""
         self._lifetimes: list[tuple[int, int, int]] = []
         """(time of the allocation, of the free, bytes) of memory without data that was freed, in order."""
 
@@ -107,9 +107,9 @@ class Allocations:
         bytes, or below 0 to free the memory of the request with that number, from 1."""
         start, end = self._ranges[name]
         in_span = [(born, died, size) for born, died, size in self._lifetimes if start <= born and died <= end and size]
-        events = [(born, size) for born, _, size in in_span]
-        events += [(died, -number) for number, (_, died, _) in enumerate(in_span, 1)]
-        return tuple(request for _, request in sorted(events))
+        timed_requests = [(born, size) for born, _, size in in_span]
+        timed_requests += [(died, -number) for number, (_, died, _) in enumerate(in_span, start=1)]
+        return tuple(request for _, request in sorted(timed_requests))
 
     def _levels(self, name: str) -> list[int]:
         """Return the allocated bytes relative to the start of a span: 0 first, then after each event in it."""

@@ -19,7 +19,7 @@ from memplan.planning.graph.tensor_like import Like
 OUTPUT = -1
 """Reader of what the traced model returns, in place of the number of a call."""
 _HOOKS = frozenset(("register_hook", "retain_grad"))
-_SAME = {
+_CANONICAL_NAMES = {
     "truediv": "div", "true_divide": "div", "divide": "div", "rmul": "mul", "multiply": "mul", "radd": "add",
     "rtruediv": "rdiv",
 }  # fmt: skip
@@ -28,7 +28,7 @@ _SAME = {
 
 @dataclass(frozen=True, slots=True)
 class LoggedTensor:
-    """A tensor of a trace. What a call changes in place is another tensor from then on."""
+    """A tensor of a trace. A tensor that is changed in place counts as a new one from then on, with its own number."""
 
     like: Like
     requires_grad: bool
@@ -69,36 +69,36 @@ class CallLog:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self.begin()
+        self.begin_pass()
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Begin a pass of the trace."""
         self.tensors: list[LoggedTensor] = []
         self.calls: dict[int, LoggedCall] = {}
         self.readers: defaultdict[int, set[int]] = defaultdict(set)
-        """Numbers of the calls that read a tensor, or `OUTPUT`."""
+        """By number of a tensor: the numbers of the calls that read it, and `OUTPUT` if the model returns it."""
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """By id() of a tensor: the tensor, and its number."""
+        """id() of a tensor -> (the tensor, its number in `tensors`)."""
 
     def call(
         self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, layer: str, run: Callable[[], Any]
     ) -> Any:
         """Run a call of a torch function and log it. ``run``: returns the result of the function."""
         arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
-        before = ChangedTensors(func, args, kwargs)
+        operands = ChangedTensors(func, args, kwargs)
         result = run()
-        changed = before.after()
+        changed = operands.after()
         name, in_place = name_of(func), bool(changed)
         results = [self._add(tensor, number) for tensor in changed]
         for leaf in _torch.tree_leaves(result):
-            if isinstance(leaf, Tensor) and self._number(leaf) is None:
+            if isinstance(leaf, Tensor) and self._number(leaf) is None:  # no operand that is returned as it is
                 results.append(self._add(leaf, number))
-        reads = dict.fromkeys(refs((arguments, keywords)))
-        if results or in_place or name in _HOOKS:  # a cast to the same dtype returns what it is given
-            for tensor in reads:
+        # A call that returns no new tensor, such as x.shape or a cast to the same dtype, does not count as a reader.
+        if results or name in _HOOKS:
+            for tensor in refs((arguments, keywords)):
                 self.readers[tensor].add(number)
-        enabled = torch.is_autocast_enabled(self._device)
-        autocast = enabled, torch.get_autocast_dtype(self._device) if enabled else None
+        autocast_enabled = torch.is_autocast_enabled(self._device)
+        autocast = autocast_enabled, torch.get_autocast_dtype(self._device) if autocast_enabled else None
         self.calls[number] = LoggedCall(number, name, arguments, keywords, tuple(results), in_place, autocast, layer)
         return result
 
@@ -110,7 +110,7 @@ class CallLog:
                 self.readers[number].add(OUTPUT)
 
     def maker(self, tensor: int) -> LoggedCall | None:
-        """Return the call that returned a tensor."""
+        """Return the call that returned a tensor or changed it in place last; None if no call of the trace did."""
         call = self.tensors[tensor].call
         return None if call is None else self.calls[call]
 
@@ -123,8 +123,8 @@ class CallLog:
 
     def _number(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor; None if it is new. Dead tensors, whose id may be reused, do not count."""
-        known, number = self._numbers.get(id(tensor), (None, None))
-        return number if known is not None and known() is tensor else None
+        reference, number = self._numbers.get(id(tensor), (None, None))
+        return number if reference is not None and reference() is tensor else None
 
     def _add(self, tensor: Tensor, call: int | None) -> int:
         """Add a tensor, and return its number. ``call``: the call that returned it; None: it is from outside."""
@@ -140,7 +140,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return `LoggedCall.name`."""
+    """Return the name that a call of this function is logged by (see `LoggedCall.name`)."""
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return ""
     name = getattr(func, "__name__", "")
@@ -148,4 +148,4 @@ def name_of(func: Callable[..., Any]) -> str:
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
-    return _SAME.get(name, name)
+    return _CANONICAL_NAMES.get(name, name)

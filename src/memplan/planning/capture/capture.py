@@ -123,11 +123,15 @@ def capture(
     refuse_surroundings()
     watch, opaque_calls, guards = Watch(model), OpaqueCallRegistry(), Guards()
     passes, free_tensors = Passes(model, Executed()), FreeTensors()
-    calls = _Calls(Tiling(tiles, model), ReplacedCalls(kernels), CallLog("cuda" if is_on_card(model) else "cpu"))
+    handlers = _CallHandlers(
+        Tiling(tiles, model), ReplacedCalls(kernels), CallLog("cuda" if is_on_card(model) else "cpu")
+    )
 
     def trace() -> _Traced:
-        observed = passes if reads is None else None
-        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, observed, calls)
+        observed = passes if reads is None else None  # what an earlier capture read is not observed again
+        return _trace(
+            model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, observed, handlers
+        )
 
     try:
         with passes.executed.observing() if reads is None else nullcontext():
@@ -141,7 +145,7 @@ def capture(
                 expected="the same values while it is planned",
                 do="Change it before or after planning",
             )
-        calls.kernels.check()
+        handlers.kernels.check()
     except MemplanError as error:
         watch.restore()
         note_reads(error, reads or passes.reads())
@@ -149,13 +153,13 @@ def capture(
     finally:
         watch.restore()
     captured = read(joint, flat, call, tuple(opaque_calls.calls), precision)
-    groups, refused_groups = ((), ()) if tiles or kernels else kernel_groups(calls.log)
+    groups, refused_groups = ((), ()) if tiles or kernels else kernel_groups(handlers.log)
     return replace(
         captured,
         constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
         channels_last=channels_last, guards=tuple(guards.guards), printed=watch.printed.lines > 0,
-        tiled=tuple(calls.tiling.registered), groups=groups, refused_groups=refused_groups,
-        in_place_calls=frozenset(calls.tiling.in_place), reads=reads or passes.reads(),
+        tiled=tuple(handlers.tiling.registered), groups=groups, refused_groups=refused_groups,
+        in_place_calls=frozenset(handlers.tiling.in_place), reads=reads or passes.reads(),
     )  # fmt: skip
 
 
@@ -196,7 +200,8 @@ def capture_symbolic(
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
         side_effects = opaque_calls.calls or watch.seeded or watch.draws() or watch.changes()
-        if side_effects or any(map(_torch.is_symbol, constants)):
+        returns_sizes = any(map(_torch.is_symbol, constants))
+        if side_effects or returns_sizes:
             raise SymbolicError("the call does more than compute tensors of tensors")
         return _torch.Symbolic(joint), flat, passes.reads()
     except Exception as error:  # capturing with numbers refuses what cannot be traced
@@ -266,7 +271,7 @@ def _trace_with_retries(
             return trace()
         except _Untraceable as untraceable:
             error = untraceable.error
-            # An attribute of a module in which forward() keeps a tensor has a fake tensor of the trace before.
+            # forward() kept a fake tensor of an earlier pass in an attribute: the refusal names the attribute.
             changes = watch.changes() if _torch.has_kept_fake(error) else []
             watch.restore()
             if changes:
@@ -292,7 +297,7 @@ class _Untraceable(Exception):
 def _trace(
     model: nn.Module, call: Call, watch: Watch, opaque_calls: OpaqueCallRegistry, guards: Guards,
     precision: Precision, channels_last: bool, free_tensors: FreeTensors, passes: Passes | None = None,
-    calls: _Calls | None = None, **options: Any,
+    handlers: _CallHandlers | None = None, **options: Any,
 ) -> _Traced:  # fmt: skip
     """Trace forward and backward once.
 
@@ -300,7 +305,7 @@ def _trace(
         model, call, precision, channels_last: as for `capture`.
         watch, opaque_calls, guards, free_tensors: collect what the trace meets.
         passes: compares what the code reads in each pass of the trace.
-        calls: replaces or logs the calls of torch functions.
+        handlers: replace or log the calls of torch functions.
         options: passed on to `_torch.joint_graph`.
 
     Returns:
@@ -312,7 +317,7 @@ def _trace(
     place, names = Place(), {id(module): name for name, module in model.named_modules()}
     if isinstance(model, WithLoss):  # layers have the user's names
         names |= {id(module): name for name, module in model.model.named_modules()}
-    if passes is not None:  # real runs may have set it: in these, opaque calls run their own backward pass
+    if passes is not None:  # the real run of an opaque call has a backward pass, which is not the step's
         passes.executed.backward_reads_state = False
     autocast, caches_casts = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
@@ -324,32 +329,32 @@ def _trace(
         layout_context = ChannelsLast() if channels_last else nullcontext()
         with (
             _torch.autocast_cache(caches_casts) as region, autocast(), precision_context, opaque_context,
-            _annotating_ops(names, place, region, free_tensors, calls), layout_context, guards.tracing(),
+            _annotating_ops(names, place, region, free_tensors, handlers), layout_context, guards.tracing(),
             watch.seeding(),
         ):  # fmt: skip
             yield
         if passes is not None:
             passes.end_pass()
 
-    dtypes, structure = None, None
-    if precision.compute:  # outputs have the dtypes of the step as written
+    exact_dtypes, exact_structure = None, None
+    if precision.compute:  # traced as written, too: outputs keep these dtypes
         _, exact_flat = _trace(
             model, call, watch, opaque_calls, guards, EXACT, channels_last=False, free_tensors=free_tensors
         )
-        dtypes, structure = exact_flat.dtypes, exact_flat.returned and exact_flat.returned.structure
+        exact_dtypes, exact_structure = exact_flat.dtypes, exact_flat.returned and exact_flat.returned.structure
 
-    def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Cast outputs to the dtypes of the plain step, and undo channels last. A tensor that is returned twice is
+    def convert_outputs(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Cast outputs to the dtypes of the step as written, and undo channels last. A tensor that is returned twice is
         converted once, so that both outputs stay the same object."""
-        outputs = outputs if calls is None else calls.returned(outputs)
-        dtypes_expected = [output.dtype for output in outputs] if dtypes is None else dtypes
+        outputs = outputs if handlers is None else handlers.returned(outputs)
+        dtypes = [output.dtype for output in outputs] if exact_dtypes is None else exact_dtypes
         converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for output, dtype in zip(outputs, dtypes_expected, strict=True):
+        for output, dtype in zip(outputs, dtypes, strict=True):
             cast = output.to(dtype)
             converted.setdefault((id(output), dtype), in_order(cast) if channels_last else cast)
-        return [converted[id(output), dtype] for output, dtype in zip(outputs, dtypes_expected, strict=True)]
+        return [converted[id(output), dtype] for output, dtype in zip(outputs, dtypes, strict=True)]
 
-    flat = Flat(model, call, trace_contexts, finish, structure, lambda: guards.flags)
+    flat = Flat(model, call, trace_contexts, convert_outputs, exact_structure, lambda: guards.flags)
     try:
         with place.following(), _marked_as_capturing(), _without_cudnn(model), watch.printed.capturing():
             return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **options), flat
@@ -511,21 +516,20 @@ def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingEr
 
 
 @dataclass(frozen=True)
-class _Calls:
-    """Handlers of the calls of torch functions in a trace: segments that run piece by piece, kernels that replace
-    groups of calls, or else a log of the calls."""
+class _CallHandlers:
+    """Handlers of the calls of torch functions in a trace: kernels that replace groups of calls, segments that run
+    piece by piece, or else a log of the calls."""
 
     tiling: Tiling
     kernels: ReplacedCalls
     log: CallLog
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Begin a pass of the trace."""
         for handler in (self.tiling, self.kernels, self.log):
-            handler.begin()
+            handler.begin_pass()
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
-        """Run a call of a pass: a kernel may replace it, or a segment take it in; else it is logged."""
         if self.kernels.groups:
             return self.kernels.call(number, func, args, kwargs)
 
@@ -547,13 +551,13 @@ _DEVICE = torch.Tensor.device
 @contextmanager
 def _annotating_ops(
     names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors,
-    calls: _Calls | None,
+    handlers: _CallHandlers | None,
 ) -> Iterator[None]:  # fmt: skip
     """Within this context each traced op is annotated with its layer, line and autocast region. ``names`` are those of
     layers by id() of the module; ``region`` returns the number of the active autocast region, None where autocast
-    caches no casts."""
-    lines: dict[tuple[str, int] | None, str | None] = {}
-    numbers = itertools.count()
+    caches no casts. ``handlers`` run the calls of torch functions; None: they run as they are."""
+    line_of_frame: dict[tuple[str, int] | None, str | None] = {}
+    call_numbers = itertools.count()
 
     class AnnotationMode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -562,16 +566,16 @@ def _annotating_ops(
             if getattr(func, "__self__", None) is _DEVICE:
                 return func(*args, **(kwargs or {}))
             frame = user_frame()
-            if frame not in lines:
-                lines[frame] = format_frame(frame)
-            number, layer = next(numbers), names.get(place.module, "")
-            _torch.annotate_place((layer, lines[frame]), (number, region()))
+            if frame not in line_of_frame:  # formatting takes long
+                line_of_frame[frame] = format_frame(frame)
+            number, layer = next(call_numbers), names.get(place.module, "")
+            _torch.annotate_place((layer, line_of_frame[frame]), (number, region()))
             args, kwargs = free_tensors.replace_free((args, kwargs or {}))
-            return func(*args, **kwargs) if calls is None else calls.call(number, func, args, kwargs, layer)
+            return func(*args, **kwargs) if handlers is None else handlers.call(number, func, args, kwargs, layer)
 
-    if calls is not None:
-        calls.begin()
+    if handlers is not None:
+        handlers.begin_pass()
     with AnnotationMode():
         yield
-    if calls is not None:
-        calls.tiling.end()
+    if handlers is not None:
+        handlers.tiling.end_pass()

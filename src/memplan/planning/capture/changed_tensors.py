@@ -23,15 +23,15 @@ class ChangedTensors:
         self.tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._versions = list(map(_version, self.tensors))
         """Autograd's version counter of each before the call."""
-        self._by_name = self.tensors[:1] if _changes_first(func, kwargs) else []
-        """Tensors that the call changes by its function's name, or as ``out``."""
-        self._by_name += [leaf for leaf in _torch.tree_leaves(kwargs.get("out")) if isinstance(leaf, Tensor)]
+        self._changed_by_name = self.tensors[:1] if _changes_first(func, kwargs) else []
+        """Tensors that the call changes according to its function's name, or as ``out``."""
+        self._changed_by_name += [leaf for leaf in _torch.tree_leaves(kwargs.get("out")) if isinstance(leaf, Tensor)]
 
     def after(self) -> list[Tensor]:
         """Return the tensors that the call changed in place, each once. Called after it ran."""
         pairs = zip(self.tensors, self._versions, strict=True)
-        by_version = [tensor for tensor, version_before in pairs if _version(tensor) != version_before]
-        return list({id(tensor): tensor for tensor in (*self._by_name, *by_version)}.values())
+        changed_by_version = [tensor for tensor, version_before in pairs if _version(tensor) != version_before]
+        return list({id(tensor): tensor for tensor in (*self._changed_by_name, *changed_by_version)}.values())
 
 
 def _version(tensor: Tensor) -> int:
@@ -50,7 +50,7 @@ def _changes_first(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("inplace") is True
 
 
-_NORM = "input", "running_mean", "running_var", "weight", "bias", "training"
+_NORM_PARAMETERS = "input", "running_mean", "running_var", "weight", "bias", "training"
 """First parameters of torch's batch norm and instance norm; the latter calls the last one ``use_input_stats``."""
 
 
@@ -58,6 +58,7 @@ def updated_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     """Return the running statistics that a call of a batch or instance norm updates."""
     if func not in (F.batch_norm, F.instance_norm):
         return []
-    named = {**dict(zip(_NORM, args, strict=False)), **kwargs}
+    named = {**dict(zip(_NORM_PARAMETERS, args, strict=False)), **kwargs}
     trains = named.get("training", named.get("use_input_stats", func is F.instance_norm))
-    return [named[name] for name in _NORM[1:3] if trains and isinstance(named.get(name), Tensor)]
+    statistics = named.get("running_mean"), named.get("running_var")
+    return [tensor for tensor in statistics if trains and isinstance(tensor, Tensor)]

@@ -85,8 +85,8 @@ class Returned:
 class Flat(nn.Module):
     """A model as a function from tensors to a tuple of tensors. The model itself is not changed.
 
-    Its parameters and buffers are the model's, each once (also if tied), under numbers (`paths`). Replacements of them,
-    as by functional_call, are passed on to the model in each call.
+    Its parameters and buffers are the model's, each once (also if tied), as ``tensor_0`` and so on (`paths`).
+    Replacements of them, as by functional_call, are passed on to the model in each call.
 
     Args:
         model, call: the model and its arguments.
@@ -105,7 +105,7 @@ class Flat(nn.Module):
         self._convert_outputs, self._output_structure, self._flags = convert_outputs, output_structure, flags
         self.dtypes: tuple[torch.dtype, ...] = ()
         """Dtypes of the outputs of the last call, before any cast."""
-        self._without_hooks = (_WithoutHooks(model),)  # in a tuple, so that its parameters are not this module's, too
+        self._models = (_WithoutHooks(model),)  # in a tuple, so that its parameters are not this module's, too
         self._call, self._context = call, context
         self.paths: dict[str, str] = {}
         """The model's name of each parameter and buffer of this module."""
@@ -135,20 +135,21 @@ class Flat(nn.Module):
         args, kwargs = self._call.rebuild(tensors)
         state = {path: getattr(self, name) for name, path in self.paths.items()}
         with self._context():
-            output = self._without_hooks[0].called(state, args, kwargs)
+            output = self._models[0].called(state, args, kwargs)
         outputs, structure = take_apart(output)
         self.dtypes = tuple(tensor.dtype for tensor in outputs)
         converted = self._convert_outputs(outputs)
-        if self._output_structure or any(after is not before for after, before in zip(converted, outputs, strict=True)):
+        has_converted = any(after is not before for after, before in zip(converted, outputs, strict=True))
+        if self._output_structure or has_converted:
             output = (self._output_structure or structure).rebuild(converted)
             outputs, structure = take_apart(output)
-        unique = list({id(tensor): tensor for tensor in outputs}.values())
+        unique = list({id(tensor): tensor for tensor in outputs}.values())  # in order
         index_of = {id(tensor): index for index, tensor in enumerate(unique)}
-        with_gradient = {id(tensor) for tensor in differentiable(output)}
+        with_gradient = {id(tensor) for tensor in differentiable(output)}  # what the backward pass starts from
         cut = tuple(index for index, t in enumerate(unique) if t.requires_grad and id(t) not in with_gradient)
         self.returned = Returned(structure, tuple(index_of[id(tensor)] for tensor in outputs), cut)
         bases = {_base(tensor) for tensor in (*tensors, *state.values())}
-        new_buffers = self._without_hooks[0].replaced
+        new_buffers = self._models[0].replaced
         self.written = tuple(new_buffers)
         overwritten = {_memory(state[path]) for path in new_buffers}
         return (
@@ -189,9 +190,9 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.model = model
         self._state: Mapping[str, torch.Tensor] = {}
-        """By name: the tensors that replace parameters and buffers in the running call."""
+        """Tensors that replace parameters and buffers in the running call, by name; empty between calls."""
         self.replaced: dict[str, torch.Tensor] = {}
-        """Buffers that forward() replaced by another tensor."""
+        """New tensors of the buffers that forward() replaced in the last call, by name."""
 
     def called(self, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output. ``state``: tensors to use as its parameters and buffers, by name."""
@@ -206,7 +207,7 @@ class _WithoutHooks(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and record the buffers that it replaces."""
-        for hook in _torch.pre_hooks(self.model):
+        for hook in _torch.pre_hooks(self.model):  # model.forward() does not call them
             if is_transparent(hook):
                 hook(self.model, args)
         output = self.model.forward(*args, **kwargs)

@@ -51,15 +51,15 @@ class Values:
         """Values of placeholders, by role."""
         self._on_card = any(node.meta["val"].device.type == "cuda" for node in _placeholders(joint))
         """Whether any placeholder is on the card."""
-        self._owner: dict[int, int] = {}
-        """Owning value of each storage."""
+        self._owner_of_storage: dict[int, int] = {}
+        """By key of a storage: the first value in it, whose bytes count; the others count 0."""
         for node, role in zip(_placeholders(joint), joint.inputs, strict=True):
             self._add_placeholder(node, role)
 
     def _add_placeholder(self, node: Any, role: _torch.Role) -> None:
         """Add the value of a graph input: a parameter, a buffer, an argument of the call or a tangent. Raises
         UsageError if the step has an input that plans do not support."""
-        if role.kind == "token":
+        if role.kind == "token":  # orders ops with effects, and has no memory
             return
         if role.kind not in _KINDS:
             raise UsageError(
@@ -67,19 +67,19 @@ class Values:
                 expected="parameters, buffers and inputs",
                 do="Leave that part out of the plan",
             )
-        if role.kind == "tangent" and role.index < 0:
+        if role.kind == "tangent" and role.index < 0:  # of a changed input, not of an output
             raise UsageError(
                 "forward() changes a parameter, or an input that needs a gradient, in place",
                 expected="parameters that only the optimizer changes (an embedding with max_norm changes its own)",
                 do="Change a copy, or leave that layer out of the plan",
             )
         path = self._paths[role.name] if role.name else str(role.index)
-        number = self._add(node.name, _KINDS[role.kind], node.meta["val"], path=path)
+        value_id = self._add(node.name, _KINDS[role.kind], node.meta["val"], path=path)
         if role.kind == "input" and self._aliases[role.index] != role.index:  # its memory counts for another input
-            self.all[number] = replace(self.all[number], bytes=0)
+            self.all[value_id] = replace(self.all[value_id], bytes=0)
         if role.kind == "parameter" and path in self._hooked:
-            self.all[number] = replace(self.all[number], hooked=True)
-        self.of[node] = self.placeholders[role] = number
+            self.all[value_id] = replace(self.all[value_id], hooked=True)
+        self.of[node] = self.placeholders[role] = value_id
         if role.kind == "tangent":
             self.tangents.append(role.index)
 
@@ -99,31 +99,34 @@ class Values:
         node.meta.setdefault("val", tensor)
 
     def add_results(
-        self, node: Any, results: Sequence[Any], tokens: int, index: int
+        self, node: Any, results: Sequence[Any], token_count: int, op: int
     ) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
-        """Add a value for each result of an op that another op reads. The node returns ``tokens`` effect tokens before
-        the results.
+        """Add a value for each result of an op that another op reads. ``op``: index of the op. Its node returns
+        ``token_count`` effect tokens before the results.
 
         Returns:
             The value of each result, None for a result that nothing reads; and the bytes of each unread result, which
             is freed as soon as the op returns, 0 for others.
         """
         single = isinstance(node.meta["val"], torch.Tensor)
-        readers = {} if single else {user: user.args[1] for user in node.users if user.target is operator.getitem}
-        position_of = {node: 0} if single else {user: item - tokens for user, item in readers.items() if item >= tokens}
-        names = {position: reader.name for reader, position in position_of.items()}
+        if single:
+            position_by_node = {node: 0}
+        else:  # a node that returns a tuple has a getitem node for each item that is read
+            items = {user: user.args[1] for user in node.users if user.target is operator.getitem}
+            position_by_node = {user: item - token_count for user, item in items.items() if item >= token_count}
+        names = {position: result_node.name for result_node, position in position_by_node.items()}
         outputs: list[int | None] = []
         discarded = [0] * len(results)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, torch.Tensor):
                 outputs.append(None)
             elif position in names:
-                outputs.append(self._add(names[position], "result", tensor, index, operand_bases=self._bases(node)))
+                outputs.append(self._add(names[position], "result", tensor, op, operand_bases=self._bases(node)))
             else:
                 outputs.append(None)
-                is_new_memory = _torch.storage_key(tensor.untyped_storage()) not in self._owner
+                is_new_memory = _torch.storage_key(tensor.untyped_storage()) not in self._owner_of_storage
                 discarded[position] = self._size(tensor) if is_new_memory else 0
-        self.of.update({reader: outputs[position] for reader, position in position_of.items()})
+        self.of.update({result_node: outputs[position] for result_node, position in position_by_node.items()})
         return tuple(outputs) or (None,), tuple(discarded)
 
     def references(self, arguments: Any) -> Any:
@@ -147,16 +150,16 @@ class Values:
         storage, it takes precedence over the storage's first owner.
         """
         key = _torch.storage_key(tensor.untyped_storage())
-        number = len(self.all)
+        value_id = len(self.all)
         self.on_cpu &= tensor.device.type in ("cpu", "meta")
-        owner = operand_bases.get(key, self._owner.setdefault(key, number))
-        base = owner if op is not None else number
-        size = self._size(tensor) if owner == number else 0
+        owner = operand_bases.get(key, self._owner_of_storage.setdefault(key, value_id))
+        base = owner if op is not None else value_id
+        size = self._size(tensor) if owner == value_id else 0
         dtype = str(tensor.dtype).removeprefix("torch.")
-        value = Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
+        value = Value(value_id, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
         place = str(tensor.device) if tensor.device.type == "cuda" else HOST
         self.all.append(replace(value, place=place))
-        return number
+        return value_id
 
     def _size(self, tensor: torch.Tensor) -> int:
         """Return the bytes of a tensor: in blocks on a card; 0 in host memory if the step is on a card."""
@@ -191,13 +194,14 @@ class Reader:
         self._forward_op_by_sequence: dict[int, int] = {}
         """Forward op by autograd sequence number."""
         self._sequences: list[int] = []
-        """Sequence numbers in order."""
+        """Autograd sequence numbers of forward ops, in order; empty until all forward ops are read."""
         self._mutated: set[int] = set()
         """Values that the step changes."""
 
     def graph(self) -> JointGraph:
-        """Read all nodes: forward before backward, else in order. Raises UsageError if forward() changes inputs or
-        buffers in a way that plans do not support, and RecordingError if a node is no op of dense tensors."""
+        """Read all nodes: the forward ops, then the backward ops, each in the order of the nodes. Raises UsageError if
+        forward() changes inputs or buffers in a way that plans do not support, and RecordingError if a node is no op of
+        dense tensors."""
         nodes, values = list(self._joint.module.graph.nodes), self.values
         output = next(node for node in nodes if node.op == "output")
         results = [
@@ -246,10 +250,10 @@ class Reader:
                     do="Do that to a copy",
                 )
         buffers = {value.path: value.id for value in self.values.all if value.kind == "buffer"}
-        last = len(outputs) - len(self._written)
-        written = {buffers[path]: value for path, value in zip(self._written, outputs[last:], strict=True)}
+        returned = len(outputs) - len(self._written)  # the other outputs are new values of buffers
+        written = {buffers[path]: value for path, value in zip(self._written, outputs[returned:], strict=True)}
         return JointGraph(
-            tuple(self.values.all), tuple(self.ops), tuple(outputs[:last]), tuple(gradients),
+            tuple(self.values.all), tuple(self.ops), tuple(outputs[:returned]), tuple(gradients),
             tuple({**dict(mutations), **written}.items()),
             torch=torch.__version__,
         )  # fmt: skip
@@ -269,29 +273,30 @@ class Reader:
                 where=where,
             )
         target, result = str(function), node.meta["val"]
-        tokens = 0 if effect is None else 1
-        results = (result,) if isinstance(result, torch.Tensor) else tuple(result)[tokens:]
+        token_count = 0 if effect is None else 1
+        results = (result,) if isinstance(result, torch.Tensor) else tuple(result)[token_count:]
         _refuse_sparse(results, target, layer, where)
-        multiple = len(results) > 1 if tokens else not isinstance(result, torch.Tensor)
-        outputs, discarded = self.values.add_results(node, results, tokens, index)
+        # Whether the op itself returns a tuple: with_effects returns one for a single result, too.
+        multiple = len(results) > 1 if token_count else not isinstance(result, torch.Tensor)
+        outputs, discarded = self.values.add_results(node, results, token_count, index)
         args = idle_arguments(target, self.values.references(tuple(arguments)))
         args = eager_arguments(target, args, results[0] if results else None)
         kwargs = self.values.references(dict(node.kwargs))
-        makes = tuple(v.id for v in self.values.all[first_new_value:] if v.base == v.id)
+        makes = tuple(v.id for v in self.values.all[first_new_value:] if v.base == v.id)  # no views
         reads = tuple(dict.fromkeys(self.values.all[v].base for v in refs((args, kwargs))))
         backward = _torch.is_backward(node)
-        layer, where, forward = self._locate(node, index, backward)
-        region = None if backward else _torch.cast_in(node)
+        layer, where, forward_op = self._locate(node, index, backward)
         scratch, requests = _scratch(node, target) if effect is None else (0, ())
-        if target == CAST and region is not None:
-            self.casts[index] = region
+        autocast_region = None if backward else _torch.cast_in(node)
+        if target == CAST and autocast_region is not None:
+            self.casts[index] = autocast_region
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
                 sum(discarded), discarded, scratch=scratch, requests=requests,
                 random=_torch.is_random(function, args, kwargs),
                 once=effect is not None or self._must_run_once(target, reads),
-                layer=layer, where=where, gradient_of=forward,
+                layer=layer, where=where, gradient_of=forward_op,
                 holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (), call=_torch.call_of(node),
             )
         )  # fmt: skip
@@ -307,12 +312,12 @@ class Reader:
             if sequence is not None:
                 self._forward_op_by_sequence.setdefault(sequence, index)
             return *_torch.place_of(node), None
-        at = len(self._sequences) if sequence is None else bisect.bisect_left(self._sequences, sequence)
-        if at == len(self._sequences):
+        if sequence is None or not self._sequences or sequence > self._sequences[-1]:
             return "", None, None
         # A number without a forward op belongs to a change in place: the next number's op reads its result.
-        forward = self._forward_op_by_sequence[self._sequences[at]]
-        return self.ops[forward].layer, self.ops[forward].where, forward
+        same_or_next = self._sequences[bisect.bisect_left(self._sequences, sequence)]
+        forward_op = self._forward_op_by_sequence[same_or_next]
+        return self.ops[forward_op].layer, self.ops[forward_op].where, forward_op
 
     def _must_run_once(self, target: str, reads: tuple[int, ...]) -> bool:
         """Return whether an op must not be recomputed. ``reads``: the values that it reads.
@@ -327,14 +332,18 @@ class Reader:
 
 
 def _scratch(node: Any, target: str) -> tuple[int, tuple[int, ...]]:
-    """Return the workspace of an op in bytes, from the fake tensors that its node has as arguments, and its requests if
-    they are known."""
-    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
-    if (probed := kernel_scratch(target, args, kwargs)) is not None:
-        return probed
-    scratch = opaque_calls.scratch(target, args)
-    scratch = tile_scratch(target, args) if scratch is None else scratch
-    return (transient_bytes(target, args, kwargs, node.meta["val"]) + NUMBERS if scratch is None else scratch), ()
+    """Return the workspace of an op in bytes, and the requests to the allocator that it consists of (see
+    `GraphOp.requests`; empty: unknown)."""
+    fake_args, fake_kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
+    of_kernel = kernel_scratch(target, fake_args, fake_kwargs)
+    if of_kernel is not None:
+        return of_kernel
+    scratch = opaque_calls.scratch(target, fake_args)
+    if scratch is None:
+        scratch = tile_scratch(target, fake_args)
+    if scratch is None:  # an op of torch
+        scratch = transient_bytes(target, fake_args, fake_kwargs, node.meta["val"]) + NUMBERS
+    return scratch, ()
 
 
 def _placeholders(joint: _torch.Joint) -> list[Any]:
@@ -343,10 +352,10 @@ def _placeholders(joint: _torch.Joint) -> list[Any]:
 
 def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str | None) -> None:
     """Raise RecordingError for results that are not strided, as plans count the single storage of each tensor."""
-    odd = [t.layout for t in results if isinstance(t, torch.Tensor) and t.layout != torch.strided]
-    if odd:
+    not_strided = [t.layout for t in results if isinstance(t, torch.Tensor) and t.layout != torch.strided]
+    if not_strided:
         raise RecordingError(
-            f"{target} makes a tensor of layout {odd[0]}",
+            f"{target} makes a tensor of layout {not_strided[0]}",
             expected="dense tensors",
             do="Leave that layer out of the plan",
             layer=layer,

@@ -25,17 +25,17 @@ class Match:
     kernel: str
     calls: list[LoggedCall]
     operands: dict[str, tuple[LoggedCall, int]]
-    """By name: the call that reads the tensor, and the tensor's number."""
+    """Name of the kernel's operand -> (call that reads the tensor, the tensor's number in the log)."""
     options: dict[str, Any]
     """Numbers and flags of the kernel, by name."""
     reshapes: tuple[int, ...] = ()
-    """Numbers of the calls that only reshape within the group."""
-    in_place: bool = False
-    """Whether the last call writes over what an inner call returned."""
-    changes: Collection[int] = ()
-    """Numbers of inner calls that write over what inner calls returned."""
+    """Numbers of the calls that reshape the linear layer's result within the group."""
+    last_call_in_place: bool = False
+    """Whether the last call changes the result of an inner call in place."""
+    in_place_inner_calls: Collection[int] = ()
+    """Numbers of the inner calls that change the result of an inner call in place."""
     reason: str = ""
-    """Why the kernel does not take it; empty if it may."""
+    """Why the kernel cannot replace the group; empty if it may."""
 
 
 def is_cast(log: CallLog, call: LoggedCall, source: int, result: int) -> bool:
@@ -50,7 +50,8 @@ def is_cast(log: CallLog, call: LoggedCall, source: int, result: int) -> bool:
 
 
 def before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
-    """Return what a tensor was cast from, and the casts."""
+    """Return the tensor that a tensor was cast from, through any number of casts, and the casts from the last to the
+    first. Without casts: itself and an empty list."""
     casts = list[LoggedCall]()
     while (
         (producer := log.maker(tensor)) is not None
@@ -63,7 +64,7 @@ def before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
 
 
 def drops_nothing(call: LoggedCall) -> bool:
-    """Return whether a call is a dropout that returns what it is given (MONAI puts those behind each norm)."""
+    """Return whether a call is a dropout that returns its input (MONAI puts such dropouts after each norm)."""
     if call.name not in _DROPOUTS or call.in_place or len(call.reads) != 1 or len(call.results) != 1:
         return False
     named = call.named(("input", "p", "training"))

@@ -52,7 +52,7 @@ class Guards:
         """Their values in the last trace."""
         self._real_reads: tuple[_FlagRead, ...] | None = None
         """What the real run read, in order; None before it."""
-        self._next = 0
+        self._flags_read = 0
         """How many flags the current trace has read."""
 
     def learn(self, run: Callable[[], Any]) -> bool:
@@ -71,7 +71,7 @@ class Guards:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Within this context, a pass of the trace, flags that are guards have the values of the real run."""
-        self.guards, self.flags, self._next = [], [], 0
+        self.guards, self.flags, self._flags_read = [], [], 0
         with _intercepting_flag_reads(self._answer):
             yield
 
@@ -81,7 +81,7 @@ class Guards:
         A traced tensor has no value. If the same read in the real run is a guard, the value there is returned and the
         guard is recorded. Otherwise torch's error ends the trace.
         """
-        index, self._next = self._next, self._next + 1
+        index, self._flags_read = self._flags_read, self._flags_read + 1
         try:
             return read()
         except _torch.DATA_DEPENDENT:

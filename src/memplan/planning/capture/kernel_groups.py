@@ -68,69 +68,79 @@ class Refused(Printed):
         return f"{self.kernel}{f' of {self.layer}' if self.layer else ''}: {self.reason}"
 
 
-class _Unfit(Exception):
-    """A group that a kernel does not take; the message says why."""
+class _NotReplaceable(Exception):
+    """No kernel can replace a group; the message is the reason."""
 
 
 def kernel_groups(log: CallLog) -> tuple[tuple[Group, ...], tuple[Refused, ...]]:
     """Return the groups of a trace that kernels can replace, and those that they cannot, in the order of the trace."""
-    groups, refused, used = list[Group](), list[tuple[Match, str]](), set[int]()
-    for number in sorted(log.calls, reverse=True):  # a cast at the end belongs to the group
+    groups, refused, replaced_calls = list[Group](), list[tuple[Match, str]](), set[int]()
+    for number in sorted(log.calls, reverse=True):  # from the end, as a group includes the casts of its result
         call = log.calls[number]
         for recognize in (
             _cross_entropy, _rms_norm, _gated, _channel_norm, _depthwise, softmax_dropout, dice_cross_entropy,
         ):  # fmt: skip
             match = recognize(log, call)
-            if match is None or not used.isdisjoint(inner.number for inner in match.calls):
+            if match is None or not replaced_calls.isdisjoint(inner.number for inner in match.calls):
                 continue
             try:
-                group = _checked(log, match)
-            except _Unfit as reason:
+                group = _group_of(log, match)
+            except _NotReplaceable as reason:
                 refused.append((match, str(reason)))
             else:
                 groups.append(group)
-                used.update(group.calls)
-    said = (
+                replaced_calls.update(group.calls)
+    # Not reported: refused groups that share a call with a replaced one.
+    reported = (
         Refused(match.kernel, match.calls[-1].number, match.calls[-1].layer, reason)
-        for match, reason in reversed(refused) if used.isdisjoint(call.number for call in match.calls)
+        for match, reason in reversed(refused) if replaced_calls.isdisjoint(call.number for call in match.calls)
     )  # fmt: skip
-    return tuple(sorted(groups, key=lambda group: group.last)), tuple(said)
+    return tuple(sorted(groups, key=lambda group: group.last)), tuple(reported)
 
 
-def _checked(log: CallLog, match: Match) -> Group:
-    """Return a match as a group. Raises _Unfit."""
+def _group_of(log: CallLog, match: Match) -> Group:
+    """Return the group of a match. Raises _NotReplaceable if replacing its calls would change the step."""
     if match.reason:
-        raise _Unfit(match.reason)
+        raise _NotReplaceable(match.reason)
     calls = sorted({call.number: call for call in match.calls}.values(), key=lambda call: call.number)
     numbers = {call.number for call in calls}
     last = calls[-1]
     (result,) = last.results
     for call in calls[:-1]:
         for tensor in call.results:
-            others = log.readers[tensor] - numbers
-            if others:
-                raise _Unfit(_read_elsewhere(log, call, min(others)))
-    until = last.number + (not match.in_place)
-    if any(log.calls[n].in_place for n in range(calls[0].number, until) if n in log.calls and n not in match.changes):
-        raise _Unfit("a call in between changes a tensor in place")
-    updated = {tensor for name, (_, tensor) in match.operands.items() if name in UPDATED}
+            outside_readers = log.readers[tensor] - numbers
+            if outside_readers:
+                raise _NotReplaceable(_read_elsewhere(log, call, min(outside_readers)))
+    # The kernel reads the operands at the last call, so that none may change before. The calls that the match lists as
+    # in-place change results of inner calls, which are no operands.
+    end = last.number if match.last_call_in_place else last.number + 1
+    if any(
+        log.calls[n].in_place
+        for n in range(calls[0].number, end)
+        if n in log.calls and n not in match.in_place_inner_calls
+    ):
+        raise _NotReplaceable("a call in between changes a tensor in place")
+    updated_statistics = {tensor for name, (_, tensor) in match.operands.items() if name in UPDATED}
     between = [log.calls[n] for n in range(calls[0].number, last.number) if n in log.calls and n not in numbers]
-    if any(updated.intersection(call.reads) for call in between):
-        raise _Unfit("a call in between reads the running statistics, which the kernel updates at its last call")
+    if any(updated_statistics.intersection(call.reads) for call in between):
+        raise _NotReplaceable(
+            "a call in between reads the running statistics, which the kernel updates at its last call"
+        )
     if not log.tensors[result].requires_grad:
-        raise _Unfit("it has no gradient")
-    if not _is_contiguous(log.tensors[result].like) and match.kernel not in _LAID_OUT_AS_X:
-        raise _Unfit("its result is not contiguous")
+        raise _NotReplaceable("it has no gradient")
+    if not _is_contiguous(log.tensors[result].like) and match.kernel not in _KEEP_INPUT_LAYOUT:
+        raise _NotReplaceable("its result is not contiguous")
     for call in calls[:-1]:
         if any(log.tensors[tensor].requires_grad for tensor in call.reads) and _has_no_gradient(log, call):
-            raise _Unfit("a gradient stops inside of it")
-    dtypes = {log.tensors[tensor].like.dtype for _, tensor in match.operands.values()}
-    dtypes = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-    if not dtypes <= set(DTYPES):
-        raise _Unfit(f"it reads {' and '.join(sorted(map(name_of_dtype, dtypes - set(DTYPES))))}")
-    inner = (tensor for call in calls for tensor in (*call.reads, *call.results))
-    if any(log.tensors[tensor].like.dtype == torch.float64 for tensor in inner):
-        raise _Unfit("it computes in float64")
+            raise _NotReplaceable("a gradient stops inside of it")
+    operand_dtypes = {log.tensors[tensor].like.dtype for _, tensor in match.operands.values()}
+    number_dtypes = {dtype for dtype in operand_dtypes if dtype.is_floating_point or dtype.is_complex}  # no indices
+    unsupported = number_dtypes - set(DTYPES)
+    if unsupported:
+        raise _NotReplaceable(f"it reads {' and '.join(sorted(map(name_of_dtype, unsupported)))}")
+    inner_tensors = (tensor for call in calls for tensor in (*call.reads, *call.results))
+    if any(log.tensors[tensor].like.dtype == torch.float64 for tensor in inner_tensors):  # kernels compute in float32
+        raise _NotReplaceable("it computes in float64")
     operands = (Operand(name, call.number, call.reads.index(tensor)) for name, (call, tensor) in match.operands.items())
     return Group(match.kernel, tuple(sorted(numbers)), last.name, tuple(operands), match.options, match.reshapes)
 
@@ -142,7 +152,8 @@ def _has_no_gradient(log: CallLog, call: LoggedCall) -> bool:
 
 
 def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:
-    """Say who else reads the result of a call inside of a group."""
+    """Return the reason for a refusal: call ``reader`` outside of the group (or `OUTPUT`) reads the result of ``call``
+    inside of it."""
     if reader == OUTPUT:
         return f"the step returns the result of {call.name} inside of it"
     other = log.calls[reader]
@@ -155,16 +166,19 @@ def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:
 
 
 def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
-    """Recognize a cross entropy of the logits of a linear layer, which the kernel computes in parts."""
+    """Recognize a cross entropy of the logits of a linear layer, which the kernel computes in parts.
+
+    Follows the logits from the loss back to the linear layer, through casts, reshapes and a soft cap.
+    """
     if call.name != "cross_entropy" or not call.results:
         return None
     named = call.named(CROSS_ENTROPY)
     scores, targets = named.get("input"), named.get("target")
     if not isinstance(scores, Ref) or not isinstance(targets, Ref):
         return None
-    calls, reshapes, scaled = [call], list[int](), list[tuple[str, float]]()
+    calls, reshapes, arithmetic = [call], list[int](), list[tuple[str, float]]()
     match = Match("cross_entropy", calls, {}, {})
-    tensor, reason, transposed = scores.value, "", False
+    tensor, reason, classes_moved = scores.value, "", False
     while True:
         producer = log.maker(tensor)
         if producer is None:
@@ -178,11 +192,11 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
             break
         calls.append(producer)
         reshapes += [producer.number] if step == "reshape" else []
-        transposed |= step == "transpose"
-        scaled += [step] if isinstance(step, tuple) else []
+        classes_moved |= step == "transpose"
+        arithmetic += [step] if isinstance(step, tuple) else []
         tensor = source
     if reason:
-        calls[:] = [call]
+        calls[:] = [call]  # the refusal concerns the loss alone
         return replace(match, reason=reason)
     calls.append(producer)
     arguments = producer.named(("input", "weight", "bias"))
@@ -190,7 +204,7 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
         if isinstance(arguments.get(argument), Ref):
             match.operands[name] = producer, arguments[argument].value
     match.operands["targets"] = call, targets.value
-    calls.reverse()
+    calls.reverse()  # in the order of the trace
     like = {name: log.tensors[tensor].like for name, (_, tensor) in match.operands.items()}
     classes = like["weight"].shape[0] if len(like["weight"].shape) == 2 else 0
     match.reshapes = tuple(reversed(reshapes))
@@ -200,23 +214,23 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
     }  # fmt: skip
     if not classes:
         return replace(match, reason="its weight is no matrix")
-    if len(log.tensors[scores.value].like.shape) > 2 and not transposed:
-        return replace(match, reason="its classes are not the linear layer's")  # but the second dimension
+    # F.cross_entropy takes the second dimension as classes: of (N, C, d), it is the layer's only if it was moved there.
+    if len(log.tensors[scores.value].like.shape) > 2 and not classes_moved:
+        return replace(match, reason="its classes are not the linear layer's")
     if named.get("weight") is not None:
         return replace(match, reason="it weighs classes")
     if named.get("size_average") is not None or named.get("reduce") is not None:
         return replace(match, reason="it has deprecated arguments")
     if like["targets"].dtype != torch.int64:
         return replace(match, reason="its targets are no class indices")
-    if scaled:
-        cap = scaled[0][1]
-        if scaled != [("mul", cap), ("tanh", 0.0), ("div", cap)] or not cap > 0:
+    if arithmetic:  # from the loss back: the kernel takes cap * tanh(logits / cap)
+        cap = arithmetic[0][1]
+        if arithmetic != [("mul", cap), ("tanh", 0.0), ("div", cap)] or not cap > 0:
             return replace(match, reason="its scores are scaled")
         match.options["softcap"] = cap
-    if (
-        not producer.autocast[0]
-        and len({like[name].dtype for name in ("hidden", "weight", "bias") if name in like}) > 1
-    ):
+    layer_dtypes = {like[name].dtype for name in ("hidden", "weight", "bias") if name in like}
+    autocast_enabled, _ = producer.autocast
+    if not autocast_enabled and len(layer_dtypes) > 1:
         return replace(match, reason="the linear layer's operands have several dtypes")
     if producer.autocast != call.autocast:
         return replace(match, reason="autocast ends between the linear layer and the loss")
@@ -226,17 +240,21 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
 def _step_between(
     log: CallLog, call: LoggedCall, source: int, result: int, *, first: bool
 ) -> str | tuple[str, float] | None:
-    """Return what a call between a linear layer and its loss does: ``cast``, ``reshape`` (of rows), ``transpose`` (of
-    classes to the second dimension, right before the loss), or arithmetic by a number; None for anything else."""
+    """Return what a call between a linear layer and its loss does.
+
+    ``cast``, ``reshape`` (of rows), ``transpose`` (of classes to the second dimension, right before the loss), or
+    arithmetic as (function, number), with 0 for ``tanh``; None for anything else. The call reads the tensor ``source``
+    and returns ``result``; ``first``: whether it comes right before the loss.
+    """
     before, after = log.tensors[source].like, log.tensors[result].like
     if is_cast(log, call, source, result):
         return "cast"
     if call.name in _RESHAPES and before.dtype == after.dtype and before.shape[-1:] == after.shape[-1:]:
         return "reshape" if call.name != "getitem" or _keeps_rows(call, len(before.shape)) else None
     if call.name in _TRANSPOSES and first and len(before.shape) == 3:
-        order = torch.empty(before.shape, device="meta").transpose(1, 2)
-        strides = (before.stride[0], before.stride[2], before.stride[1])
-        return "transpose" if (tuple(order.shape), strides) == (after.shape, after.stride) else None
+        transposed_shape = before.shape[0], before.shape[2], before.shape[1]
+        transposed_stride = before.stride[0], before.stride[2], before.stride[1]
+        return "transpose" if (transposed_shape, transposed_stride) == (after.shape, after.stride) else None
     if call.name == "tanh":
         return "tanh", 0.0
     numbers = [arg for arg in call.args if isinstance(arg, (int, float))]
@@ -246,14 +264,15 @@ def _step_between(
 
 
 def _keeps_rows(call: LoggedCall, dims: int) -> bool:
-    """Return whether an index picks rows of the last dimension as a whole, by numbers and slices."""
+    """Return whether ``tensor[index]`` leaves the last dimension whole, and has only integers and slices as index.
+    ``dims``: number of dimensions of the tensor."""
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if not all(part is None or part is Ellipsis or isinstance(part, (slice, int)) for part in index):
         return False
-    behind = index[index.index(Ellipsis) + 1 :] if Ellipsis in index else index
-    behind = [part for part in behind if part is not None]
-    reaches_last = bool(behind) if Ellipsis in index else len(behind) == dims
-    return not reaches_last or behind[-1] == slice(None)
+    after_ellipsis = index[index.index(Ellipsis) + 1 :] if Ellipsis in index else index
+    parts = [part for part in after_ellipsis if part is not None]  # None adds a dimension
+    indexes_last_dim = bool(parts) if Ellipsis in index else len(parts) == dims
+    return not indexes_last_dim or parts[-1] == slice(None)
 
 
 # -- root-mean-square norm
@@ -269,12 +288,12 @@ def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
     producer = log.maker(product)
     if producer is None or producer.name != "mul" or len(producer.reads) != 2:
         return None
-    for scale, normed in (producer.reads, producer.reads[::-1]):
-        root, inner_casts = before_casts(log, normed)
-        inner = _normalized(log, root)
-        if inner is None:
+    for scale, normalized in (producer.reads, producer.reads[::-1]):  # factors in either order
+        uncast, inner_casts = before_casts(log, normalized)
+        recognized = _normalized(log, uncast)
+        if recognized is None:
             continue
-        x, reader, eps, calls = inner
+        x, reader, eps, calls = recognized
         shape = log.tensors[x].like.shape
         if log.tensors[scale].like.shape != shape[-1:]:
             continue
@@ -282,7 +301,7 @@ def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
         match.operands = {"x": (reader, x), "weight": (producer, scale)}
         before, after = log.tensors[x].like.dtype, log.tensors[call.results[0]].like.dtype
         if before != after and casts:
-            return None  # what casts the norm's result does not belong to it
+            return None  # the group ends before these casts: it is recognized from an earlier call
         if before != after:
             return replace(match, reason=f"its result is {name_of_dtype(after)}, of {name_of_dtype(before)}")
         return match
@@ -320,10 +339,11 @@ def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list
         if recognized is None:
             continue
         squared, eps, calls = recognized
-        x, casts = before_casts(log, values)
-        of, others = before_casts(log, squared)
-        if x == of and (producer.name == "mul" or values == producer.reads[0]):
-            calls = [*casts, *others, *calls, producer]
+        x, casts_of_values = before_casts(log, values)
+        squared_x, casts_of_squared = before_casts(log, squared)
+        is_dividend = values == producer.reads[0]
+        if x == squared_x and (producer.name == "mul" or is_dividend):
+            calls = [*casts_of_values, *casts_of_squared, *calls, producer]
             reader = min((call for call in calls if x in call.reads), key=lambda call: call.number)
             return x, reader, eps, calls
     return None
@@ -339,12 +359,13 @@ def _root_mean_square(log: CallLog, tensor: int, *, inverse: bool) -> tuple[int,
     is_root = producer.name == "sqrt" or (producer.name == "pow" and producer.args[1:] == (0.5,))
     is_inverse = producer.name == "rsqrt" or (producer.name == "pow" and producer.args[1:] == (-0.5,))
     if inverse and (producer.name == "reciprocal" or (producer.name == "rdiv" and producer.args[1:] in ((1,), (1.0,)))):
-        below = log.maker(producer.reads[0])
-        if below is None or below.name != "sqrt":
+        square_root = log.maker(producer.reads[0])
+        if square_root is None or square_root.name != "sqrt":
             return None
-        calls.append(below)
-        producer, is_inverse = below, True
-    if not producer.reads or not (is_inverse if inverse else is_root):
+        calls.append(square_root)
+        producer, is_inverse = square_root, True
+    is_wanted = is_inverse if inverse else is_root
+    if not producer.reads or not is_wanted:
         return None
     added = log.maker(producer.reads[0])
     if added is None or added.name != "add" or len(added.reads) != 1 or added.kwargs:
@@ -382,7 +403,7 @@ def _is_square(call: LoggedCall) -> bool:
 
 
 def _gated(log: CallLog, call: LoggedCall) -> Match | None:
-    """Recognize the product of an activation with another tensor."""
+    """Recognize ``activation(gate) * up``."""
     if call.name != "mul" or len(call.reads) != 2 or len(call.results) != 1:
         return None
     for activated, up in (call.reads, call.reads[::-1]):
@@ -392,15 +413,16 @@ def _gated(log: CallLog, call: LoggedCall) -> Match | None:
         kernel, gate, options, calls = recognized
         reader = next(inner for inner in calls if gate in inner.reads)
         match = Match(kernel, [*calls, call], {"gate": (reader, gate), "up": (call, up)}, options)
-        likes = log.tensors[gate].like, log.tensors[up].like
-        if likes[0].shape != likes[1].shape or likes[0].dtype != likes[1].dtype:
+        gate_like, up_like = log.tensors[gate].like, log.tensors[up].like
+        if gate_like.shape != up_like.shape or gate_like.dtype != up_like.dtype:
             return replace(match, reason="gate and up differ in shape or dtype")
         return match
     return None
 
 
 def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], list[LoggedCall]] | None:
-    """Recognize SiLU and GELU: return the kernel, what they read, its options and the calls."""
+    """Recognize SiLU and GELU, from their result: return the kernel of the gated activation, the tensor that they read,
+    the kernel's options and the calls."""
     producer = log.maker(tensor)
     if producer is None or not producer.reads or producer.in_place:
         return None
@@ -409,17 +431,17 @@ def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], li
     if producer.name == "gelu":
         return "geglu", producer.reads[0], {"approximate": producer.kwargs.get("approximate", "none")}, [producer]
     if producer.name == "mul" and len(producer.reads) == 2:
-        for gate, share in (producer.reads, producer.reads[::-1]):
-            below = log.maker(share)
-            if below is not None and below.name == "sigmoid" and below.reads == (gate,):
-                return "swiglu", gate, {}, [below, producer]
+        for gate, factor in (producer.reads, producer.reads[::-1]):  # SiLU(x) = x * sigmoid(x)
+            sigmoid = log.maker(factor)
+            if sigmoid is not None and sigmoid.name == "sigmoid" and sigmoid.reads == (gate,):
+                return "swiglu", gate, {}, [sigmoid, producer]
     return None
 
 
 # -- norms of channels
 
 
-_LAID_OUT_AS_X = frozenset((*(f"{name}_act" for name in _CHANNEL_NORMS), "depthwise_conv"))
+_KEEP_INPUT_LAYOUT = frozenset((*(f"{name}_act" for name in _CHANNEL_NORMS), "depthwise_conv"))
 """Kernels whose result has the layout of their input."""
 
 
@@ -431,9 +453,9 @@ def _channel_norm(log: CallLog, call: LoggedCall) -> Match | None:
         return _norm_of_channels(log, call)
     if call.name not in _ACTIVATIONS or not call.reads:
         return None
-    between, norm = list[LoggedCall](), log.maker(call.reads[0])
+    dropouts, norm = list[LoggedCall](), log.maker(call.reads[0])
     while norm is not None and drops_nothing(norm):
-        between.append(norm)
+        dropouts.append(norm)
         norm = log.maker(norm.reads[0])
     if norm is None or norm.name not in _CHANNEL_NORMS or len(norm.results) != 1 or len(call.reads) > 1:
         return None
@@ -445,12 +467,12 @@ def _channel_norm(log: CallLog, call: LoggedCall) -> Match | None:
     if activation == "leaky_relu":
         named = call.named(("input", "negative_slope"))
         match.options["slope"] = float(named.get("negative_slope", 0.01))
-    return replace(match, calls=[norm, *between, call], in_place=call.in_place)
+    return replace(match, calls=[norm, *dropouts, call], last_call_in_place=call.in_place)
 
 
 def _norm_of_channels(log: CallLog, call: LoggedCall) -> Match | None:
     """Return a norm as a match, without an activation."""
-    names = _CHANNEL_NORMS[call.name]  # the sixth: whether the statistics are those of the input
+    names = _CHANNEL_NORMS[call.name]
     if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
         return None
     named = call.named(names)
@@ -464,17 +486,22 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> Match | None:
     match = Match(f"{call.name}_act", [call], operands, {"activation": "none", "eps": float(named.get("eps", 1e-5))})
     if call.name == "group_norm":
         match.options["groups"] = int(named["num_groups"])
-    if call.name != "group_norm" and named.get(names[5], call.name == "instance_norm") is not True:
+    uses_input_statistics = {
+        "batch_norm": named.get("training", False),
+        "instance_norm": named.get("use_input_stats", True),
+        "group_norm": True,
+    }[call.name]
+    if uses_input_statistics is not True:
         return replace(match, reason="it has the statistics of other batches")
     if call.name == "batch_norm":
         match.options["momentum"] = float(named.get("momentum", 0.1))
     before, after = log.tensors[x.value].like, log.tensors[call.results[0]].like
-    elements = math.prod(before.shape[2:])
+    elements_per_mean = math.prod(before.shape[2:])
     if call.name == "batch_norm":
-        elements *= before.shape[0]
+        elements_per_mean *= before.shape[0]
     elif call.name == "group_norm":
-        elements *= before.shape[1] // int(named["num_groups"])
-    if elements == 1:
+        elements_per_mean *= before.shape[1] // int(named["num_groups"])
+    if elements_per_mean == 1:
         return replace(match, reason="each mean is of one element")
     if before.dtype != after.dtype:
         return replace(match, reason=f"its result is {name_of_dtype(after.dtype)}, of {name_of_dtype(before.dtype)}")
@@ -509,29 +536,32 @@ def _depthwise(log: CallLog, call: LoggedCall) -> Match | None:
         return replace(match, reason="its input has no dimension of samples")
     for name in ("stride", "dilation", "padding"):
         value = named.get(name, 0 if name == "padding" else 1)
-        if value == "same":
-            reach = [d * (k - 1) for d, k in zip(match.options["dilation"], weight.shape[2:], strict=True)]
-            if any(total % 2 for total in reach):
+        if value == "same":  # only of padding, which comes after dilation here
+            both_sides = [d * (k - 1) for d, k in zip(match.options["dilation"], weight.shape[2:], strict=True)]
+            if any(total % 2 for total in both_sides):
                 return replace(match, reason="it pads its sides by different numbers")
-            value = [total // 2 for total in reach]
-        numbers = [0] if value == "valid" else [value] if isinstance(value, int) else list(value)
-        match.options[name] = numbers * dims if len(numbers) == 1 else numbers
+            value = [total // 2 for total in both_sides]
+        sizes = [0] if value == "valid" else [value] if isinstance(value, int) else list(value)
+        match.options[name] = sizes * dims if len(sizes) == 1 else sizes
     after = log.tensors[call.results[0]].like
-    layout = torch.contiguous_format if _is_contiguous(x) else _channels_last(x)
-    expected = torch.empty(after.shape, device="meta", memory_format=layout)
+    memory_format = torch.contiguous_format if _is_contiguous(x) else _channels_last(x)
+    expected = torch.empty(after.shape, device="meta", memory_format=memory_format)
     if not _is_dense(x) or expected.stride() != after.stride:
         return replace(match, reason="its input and result are not contiguous or channels last alike")
     dtypes = {log.tensors[tensor].like.dtype for _, tensor in operands.values()}
-    if not call.autocast[0] and len(dtypes) > 1:
+    autocast_enabled, _ = call.autocast
+    if not autocast_enabled and len(dtypes) > 1:
         return replace(match, reason="its operands have several dtypes")
     return match
 
 
 def _channels_last(like: Like) -> torch.memory_format:
+    """Return channels last for four and five dimensions, contiguous for others."""
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(like.shape), torch.contiguous_format)
 
 
 def _is_dense(like: Like) -> bool:
+    """Return whether a tensor is contiguous or channels last."""
     tensor = torch.empty_strided(like.shape, like.stride, device="meta")
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=_channels_last(like))
 

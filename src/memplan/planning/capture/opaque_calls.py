@@ -40,7 +40,9 @@ class OpaqueCall(Printed):
     """A call that runs as the user wrote it, once in a step."""
 
     key: str
+    """Last argument of its ops, by which they find it."""
     title: str
+    """Name of the function, for messages."""
     where: str | None = field(compare=False)
     layer: str = field(compare=False)
     function: Callable[..., Any]
@@ -55,7 +57,7 @@ class OpaqueCall(Printed):
     saved_bytes: int
     """Bytes that the handle keeps alive and that are neither argument nor result."""
     saved_positions: tuple[int, ...]
-    """Arguments and results that the call keeps references to: positions among the arguments, then the results."""
+    """Arguments and results that the call keeps references to. Positions count the arguments, then the results."""
     autocast: Callable[[], AbstractContextManager[Any]] = field(compare=False)
     """Makes the autocast context that the call runs under."""
     workspace: int = field(default=0, compare=False)
@@ -63,14 +65,15 @@ class OpaqueCall(Printed):
     backward_workspace: int | None = field(default=None, compare=False)
     """Peak bytes that the derivative allocates; None: to be measured without data."""
     gradient_likes: tuple[Like | None, ...] = ()
-    """By tensor argument, the gradient as the derivative returns it; None: unknown, laid out as the argument is."""
+    """By tensor argument: layout in which the derivative returns its gradient. None or empty: unknown, assumed to be
+    that of the argument."""
 
     def __str__(self) -> str:
         place = ", ".join(part for part in (self.layer, self.where) if part)
         return f"{self.title}{f' ({place})' if place else ''}: cannot be traced, called as it is, once"
 
     def run(self, tensors: Sequence[torch.Tensor]) -> _torch.Recorded:
-        """Call the function under autograd."""
+        """Call the function under autograd, which saves what its derivative needs."""
         return _torch.Recorded(lambda inputs: self.called(inputs)[0], tensors, self.needs_gradient)
 
     def called(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Structure]:
@@ -92,20 +95,21 @@ class OpaqueCall(Printed):
         used_storages = {_storage(gradient) for gradient in gradients if gradient is not None}
         results = list[torch.Tensor]()
         while computed:  # popped, so that a gradient is freed once it is copied
-            gradient, like = computed.pop(0), self.gradient_layouts[len(results)]
-            if not self.gradient_likes and gradient is not None and is_dense(gradient):
-                like = Like.of(gradient)
-            result = like.empty().zero_() if gradient is None else gradient
+            gradient, layout = computed.pop(0), self.gradient_layouts[len(results)]
+            layout_is_assumed = not self.gradient_likes
+            if layout_is_assumed and gradient is not None and is_dense(gradient):
+                layout = Like.of(gradient)
+            result = layout.empty().zero_() if gradient is None else gradient
             del gradient
-            if Like.of(result) != like or _storage(result) in used_storages:
-                result = like.empty().copy_(result)
+            if Like.of(result) != layout or _storage(result) in used_storages:
+                result = layout.empty().copy_(result)
             used_storages.add(_storage(result))
             results.append(result)
         return results
 
     @property
     def gradient_layouts(self) -> list[Like]:
-        """Layouts of the gradients of the arguments that need one."""
+        """Layouts of the gradients of the arguments that need one, in order."""
         layouts = self.gradient_likes or self.inputs
         return [
             layout or argument
@@ -159,9 +163,10 @@ def _without_sharing(recorded: _torch.Recorded, inputs: Sequence[torch.Tensor]) 
 
 
 def _forward_without_data(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
-    """Return the results of an opaque call as fake tensors; the storage of the handle has the size of what is saved."""
+    """Return the results of an opaque call as fake tensors, and the handle: its storage has the size of what is saved,
+    so that a plan counts it."""
     call = _CALLS[key]
-    handle = torch.empty(max(call.saved_bytes, 1), dtype=torch.uint8).as_strided((), ())
+    handle = torch.empty(max(call.saved_bytes, 1), dtype=torch.uint8).as_strided(size=(), stride=())
     return [*(like.empty() for like in call.results), handle]
 
 
@@ -189,8 +194,9 @@ class _OpaqueFunction(torch.autograd.Function):
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the op of the call, and keep its handle and the tensors that it saves for the derivative."""
         *results, handle = torch.ops.memplan.opaque.default(list(tensors), call.key)
-        candidates = (*tensors, *results)
-        ctx.call, ctx.handle, ctx.saved = call, handle, [candidates[index] for index in call.saved_positions]
+        arguments_and_results = (*tensors, *results)
+        ctx.call, ctx.handle = call, handle
+        ctx.saved = [arguments_and_results[position] for position in call.saved_positions]
         ctx.set_materialize_grads(False)
         pairs = zip(results, call.differentiable, strict=True)
         ctx.mark_non_differentiable(*(result for result, differentiable in pairs if not differentiable))
@@ -222,9 +228,9 @@ class OpaqueCallRegistry:
         self._previous: list[OpaqueCall] = []
         """Calls of the pass before."""
         self._examples: list[OpaqueCall] = []
-        """Calls of marked functions and ops in a real run of the model, in order."""
-        self._next = 0
-        """Index of the example for the next call in the trace."""
+        """Measured calls of marked functions and ops in a real run of the model, in order."""
+        self._next_example_index = 0
+        """Index of the measured call that corresponds to the next call in the trace."""
         self._in_opaque_call = False
         """Whether an opaque call runs: opaque calls inside of it are part of it."""
 
@@ -253,7 +259,7 @@ class OpaqueCallRegistry:
     @contextmanager
     def tracing(self, layer: Callable[[], str]) -> Iterator[None]:
         """Trace opaque calls as ops of the graph in this context. It is entered for each pass of the trace."""
-        self._next, self._previous, self.calls = 0, self.calls, []
+        self._next_example_index, self._previous, self.calls = 0, self.calls, []
         with self._intercepting(self._trace, layer, self._trace_recurrent):
             yield
 
@@ -263,7 +269,8 @@ class OpaqueCallRegistry:
     ) -> Iterator[None]:
         """Within this context ``intercept`` runs instead of marked functions and ops, and ``recurrent`` instead of
         torch's LSTM and GRU. ``layer`` returns the name of the layer that is running."""
-        registry, packets = self, [culprit for culprit in self._marked if not isinstance(culprit, type)]
+        registry = self
+        opaque_ops = [culprit for culprit in self._marked if not isinstance(culprit, type)]  # no autograd functions
 
         class Intercepting(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -274,7 +281,7 @@ class OpaqueCallRegistry:
                 is_builtin = isinstance(func, type(torch.lstm))
                 if recurrent and title in _RECURRENT and is_builtin:
                     return recurrent(title, func, args, kwargs, layer())
-                if any(_torch.calls_op(func, packet) for packet in packets):
+                if any(_torch.calls_op(func, packet) for packet in opaque_ops):
                     return intercept(title, func, args, kwargs, layer())
                 return func(*args, **kwargs)
 
@@ -291,7 +298,7 @@ class OpaqueCallRegistry:
 
         with ExitStack() as stack:
             for culprit in self._marked:
-                if isinstance(culprit, type):
+                if isinstance(culprit, type):  # a mode does not see apply()
                     stack.enter_context(_torch.patched(culprit, apply=replacement(culprit)))
             stack.enter_context(Intercepting())
             yield
@@ -303,7 +310,7 @@ class OpaqueCallRegistry:
         known which the trace needs.
         """
         tensors, arguments = take_apart((args, kwargs))
-        needs_gradient = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+        can_need_gradient = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
 
         def measure_with(needs_gradient: Sequence[bool]) -> tuple[OpaqueCall, list[torch.Tensor]]:
             """Run and measure the call with these tensors needing a gradient. Returns its description and results."""
@@ -314,7 +321,7 @@ class OpaqueCallRegistry:
                 self._in_opaque_call = False
 
         def accepts_gradient_at(position: int) -> bool:
-            """Return whether the call accepts that the tensor at this position alone needs a gradient."""
+            """Return whether the call runs if the tensor at this position alone needs a gradient."""
             try:
                 measure_with([index == position for index in range(len(tensors))])
             except Exception:
@@ -322,10 +329,10 @@ class OpaqueCallRegistry:
             return True
 
         try:
-            call, results = measure_with(needs_gradient)
+            call, results = measure_with(can_need_gradient)
         except Exception:  # some code refuses that certain tensors need a gradient
             call, results = measure_with(
-                [wanted and accepts_gradient_at(position) for position, wanted in enumerate(needs_gradient)]
+                [can_need and accepts_gradient_at(position) for position, can_need in enumerate(can_need_gradient)]
             )
         self._examples.append(call)
         return call.output_structure.rebuild(results)
@@ -345,8 +352,8 @@ class OpaqueCallRegistry:
         once for all passes of the trace."""
         tensors, arguments = take_apart((args, kwargs))
         inputs, needs_gradient = tuple(Like.of(tensor) for tensor in tensors), _needs_gradient(tensors)
-        number = len(self.calls)
-        call = self._previous[number] if number < len(self._previous) else None  # of the pass before
+        position = len(self.calls)
+        call = self._previous[position] if position < len(self._previous) else None  # of the pass before
         signature = (title, arguments, needs_gradient, inputs)
         if call is None or (call.title, call.arguments, call.needs_gradient, call.inputs) != signature:
             call, _ = _measure_memory(title, function, arguments, inputs, needs_gradient, layer)
@@ -359,7 +366,8 @@ class OpaqueCallRegistry:
 
     def _next_example(self, title: str, tensors: Sequence[torch.Tensor], layer: str) -> OpaqueCall:
         """Return the measured call at the same position in the real run of the model."""
-        position, self._next = self._next, self._next + 1
+        position = self._next_example_index
+        self._next_example_index += 1
         inputs = tuple(Like.of(tensor) for tensor in tensors)
         example = self._examples[position] if position < len(self._examples) else None
         shapes = [like.shape for like in inputs]
@@ -375,17 +383,18 @@ class OpaqueCallRegistry:
 
     def _register(self, call: OpaqueCall) -> OpaqueCall:
         """Add a call to `_CALLS` under a key, and return the call with its key. The key is the same in every process,
-        so that a saved plan applies there. Different calls have different keys."""
+        so that a saved plan applies there. If another call has the key, a number is appended."""
         signature = (
             call.inputs, call.results, call.needs_gradient, call.differentiable, call.saved_bytes,
             call.saved_positions, call.gradient_likes,
         )  # fmt: skip
         digest = hashlib.sha256(repr(signature).encode()).hexdigest()[:8]
-        number, key = 1, ""
-        while not key or (key in _CALLS and _CALLS[key] != call):
-            key = f"{call.title} {len(self.calls)} {digest}" + (f" {number}" if number > 1 else "")
-            call, number = replace(call, key=key), number + 1
-        call = _CALLS.setdefault(key, call)
+        first_key = f"{call.title} {len(self.calls)} {digest}"
+        call, number = replace(call, key=first_key), 1
+        while _CALLS.get(call.key, call) != call:  # another call with this key
+            number += 1
+            call = replace(call, key=f"{first_key} {number}")
+        call = _CALLS.setdefault(call.key, call)
         self.calls.append(call)
         return call
 
@@ -401,7 +410,8 @@ def _measure_memory(
 ) -> tuple[OpaqueCall, list[torch.Tensor]]:  # fmt: skip
     """Run a call and its derivative to measure their memory, and return its description and its results. ``arguments``
     is the structure that ``inputs``, tensors or their layouts for a run without data, fill."""
-    real = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+    real_tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+    has_data = len(real_tensors) == len(inputs)
     call = OpaqueCall(
         key="", title=title, where=format_frame(user_frame()), layer=layer, function=function, arguments=arguments,
         needs_gradient=tuple(needs_gradient),
@@ -417,8 +427,8 @@ def _measure_memory(
         structures.append(structure)
         return results
 
-    with Allocations(real=len(real) == len(inputs)) as allocations:
-        tensors = real or [like.empty() for like in call.inputs]
+    with Allocations(real=has_data) as allocations:
+        tensors = real_tensors or [like.empty() for like in call.inputs]
         references = _reference_counts(tensors)
         with allocations.span("call"):
             recorded = _torch.Recorded(run, tensors, needs_gradient)
@@ -432,21 +442,22 @@ def _measure_memory(
             ]
             with allocations.span("derivative"), suppress(Exception):  # the step may never need this derivative
                 input_gradients = call.gradients(recorded, gradients)
-    left = allocations.left("call")
+    remaining_bytes = allocations.left("call")  # results, and what is saved
     storages = [result.untyped_storage() for result in results]
+    # Memory of numpy is not resizable, and not in `remaining_bytes`.
     result_bytes = sum(int(storage.nbytes()) for storage in storages if storage.resizable())
-    remaining = iter(input_gradients)
-    by_argument = [next(remaining, None) if needed else None for needed in needs_gradient]
+    next_gradients = iter(input_gradients)
+    gradient_by_argument = [next(next_gradients, None) if needed else None for needed in needs_gradient]
     call = replace(
         call,
         results=tuple(Like.of(result) for result in results),
         differentiable=recorded.smooth,
         output_structure=structures[0],
-        saved_bytes=max(0, left - result_bytes),
+        saved_bytes=max(0, remaining_bytes - result_bytes),
         saved_positions=saved_positions,
-        workspace=allocations.most("call") - left,
-        backward_workspace=(allocations.most("derivative") if any(needs_gradient) else 0) if real else None,
-        gradient_likes=tuple(None if gradient is None else Like.of(gradient) for gradient in by_argument),
+        workspace=allocations.most("call") - remaining_bytes,
+        backward_workspace=(allocations.most("derivative") if any(needs_gradient) else 0) if real_tensors else None,
+        gradient_likes=tuple(None if gradient is None else Like.of(gradient) for gradient in gradient_by_argument),
     )
     return call, results
 
@@ -468,8 +479,9 @@ def _saved_positions(
     (references_of_new,) = _reference_counts([torch.empty(0)]).values()
     overhead = references_of_new - 1  # references that the counting adds: a new storage has a single tensor
     storages = [_storage(tensor) for tensor in (*tensors, *results)]
-    from_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
-    saved = {key for key in storages if now[key] > before.get(key, overhead) + from_results[key]}
+    references_by_results = Counter(storages[len(tensors) :])
+    now = _reference_counts([*tensors, *results])
+    saved = {key for key in storages if now[key] > before.get(key, overhead) + references_by_results[key]}
     return tuple(position for position, key in enumerate(storages) if key in saved)
 
 
@@ -477,11 +489,12 @@ def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | Non
     """Return the peak bytes that the derivative of a call allocates. ``gradients`` are those of the results, None for
     zeros; only their layouts count."""
     if call.backward_workspace is not None:  # measured with contiguous gradients: it is assumed to copy all others
-        return call.backward_workspace + sum(
+        copied_bytes = sum(
             math.prod(like.shape) * like.dtype.itemsize
             for gradient, like, differentiable in zip(gradients, call.results, call.differentiable, strict=True)
             if differentiable and (gradient is None or not gradient.is_contiguous())
         )
+        return call.backward_workspace + copied_bytes
     likes = [None if gradient is None else Like.of(gradient) for gradient in gradients]
     with Allocations(real=False) as allocations:
         tensors = [like.empty() for like in call.inputs]
@@ -494,7 +507,7 @@ def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | Non
     return allocations.most("derivative")
 
 
-# -- facts for the graph
+# -- ops of the graph
 
 
 def scratch(target: str, args: Sequence[Any]) -> int | None:

@@ -1,7 +1,7 @@
 """Trace groups of calls as an op of `memplan.kernels` each.
 
-The calls of a group run as usual, and what they read is noted. The kernel's result takes the place of the last call's,
-so that nothing reads what the calls returned, and their ops are not part of the traced graph.
+The calls of a group run as usual, and their operands are noted. The kernel's result replaces that of the last call, so
+that nothing reads the results of the calls, and their ops are not part of the traced graph.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class ReplacedCalls:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
-        self._last = {group.last: group for group in groups}
-        """By number of the last call of a group: the group."""
-        self._operands: dict[int, list[tuple[Group, Operand]]] = {}
-        """By number of the call that reads them."""
-        self._reshapes = {number: group for group in groups for number in group.reshapes}
-        """By number of a call that reshapes in the middle of a group: the group."""
+        self._group_by_last_call = {group.last: group for group in groups}
+        self._operands_by_call: dict[int, list[tuple[Group, Operand]]] = {}
+        """Number of a call -> the operands of groups that it reads."""
+        self._group_by_reshape = {number: group for group in groups for number in group.reshapes}
+        """Number of a call that reshapes in the middle of a group -> the group."""
         for group in groups:
             for operand in group.operands:
-                self._operands.setdefault(operand.call, []).append((group, operand))
-        self.begin()
+                self._operands_by_call.setdefault(operand.call, []).append((group, operand))
+        self.begin_pass()
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Begin a pass of the trace."""
         self._tensors: dict[int, dict[str, Tensor]] = {}
-        """Operands by name, by the group's last call."""
+        """Number of a group's last call -> its operands so far, by name."""
         self._replaced = set[int]()
+        """Numbers of the last calls that kernels replaced in this pass."""
 
     def check(self) -> None:
         """Check that every group was replaced in the last pass. Raises GroupGone."""
@@ -57,17 +57,17 @@ class ReplacedCalls:
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a torch function of the traced model, or the kernel in its place."""
-        if number in self._operands:
+        if number in self._operands_by_call:
             leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            for group, operand in self._operands[number]:
+            for group, operand in self._operands_by_call[number]:
                 if operand.leaf >= len(leaves):
                     raise GroupGone(f"call {number} reads fewer tensors", group)
                 self._tensors.setdefault(group.last, {})[operand.name] = leaves[operand.leaf]
-                if operand.name in UPDATED:  # by the kernel, once
+                if operand.name in UPDATED:  # the kernel changes it, so the call must not
                     args, kwargs = _with_copy(leaves[operand.leaf], args, kwargs)
-        if number in self._reshapes:
-            self._reshape(self._reshapes[number], func, args, kwargs)
-        group = self._last.get(number)
+        if number in self._group_by_reshape:
+            self._reshape_hidden(self._group_by_reshape[number], func, args, kwargs)
+        group = self._group_by_last_call.get(number)
         if group is None:
             return func(*args, **kwargs)
         if name_of(func) != group.function:
@@ -84,15 +84,16 @@ class ReplacedCalls:
             raise GroupGone(f"{group.kernel} returns another shape", group)
         return result.to(expected.dtype)
 
-    def _reshape(self, group: Group, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Apply a call that picks or reshapes the rows of a linear layer's result to the layer's input."""
+    def _reshape_hidden(self, group: Group, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Apply a call that picks or reshapes the rows of a linear layer's result to the layer's input instead: the
+        kernel computes the layer."""
         tensors = self._tensors.get(group.last, {})
         hidden = tensors.get("hidden")
         if hidden is None:
             raise GroupGone("a linear layer is missing", group)
         try:
             if name_of(func) in ("view", "reshape"):
-                sizes = list(args[1:]) or list(kwargs.values())
+                sizes = list(args[1:]) or list(kwargs.values())  # view(2, -1), view((2, -1)) or view(size=(2, -1))
                 sizes = list(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
                 tensors["hidden"] = hidden.reshape(*sizes[:-1], hidden.shape[-1])
             else:
@@ -102,6 +103,6 @@ class ReplacedCalls:
 
 
 def _with_copy(tensor: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of a call with a copy in the place of a tensor, which the call then leaves as it is."""
+    """Return the arguments of a call with a copy instead of a tensor, so that the call does not change the tensor."""
     copy = tensor.clone()
     return _torch.tree_map(lambda leaf: copy if leaf is tensor else leaf, (tuple(args), dict(kwargs)))

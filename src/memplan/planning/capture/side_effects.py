@@ -31,6 +31,7 @@ _HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _MAX_DEPTH = 6
+"""Levels of containers and objects below a module whose content is compared."""
 _MAX_ELEMENTS = 1000
 """Most elements of a container whose content is compared."""
 _COMPARED_BY_VALUE = (int, float, bool, str, bytes, complex, torch.Size, torch.dtype, torch.device)
@@ -53,15 +54,15 @@ def refuse_hooks(model: nn.Module) -> None:
         for kind, hook in hooks:
             if is_transparent(hook):
                 continue
-            called = f"{kind}, {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+            description = f"{kind}, {getattr(hook, '__qualname__', type(hook).__qualname__)}"
             if module is model_of_loss:
                 raise UsageError(
-                    f"The model has a {called}, and is planned together with its loss",
+                    f"The model has a {description}, and is planned together with its loss",
                     expected="no hooks on it: that plan goes from the inputs to the loss and calls no model",
                     do="Remove it, do in forward() or in the loss what it does, or leave the loss out of the plan",
                 )
             raise UsageError(
-                f"The layer {name} has a {called}",
+                f"The layer {name} has a {description}",
                 expected="hooks on the outermost module only: a planned step does not call its layers",
                 do="Remove it, or do in forward() what it does",
             )
@@ -151,12 +152,12 @@ class Watch:
             for name, module in model.named_modules()
         }
         """By name of a module: its attributes."""
-        self._torch = torch.get_rng_state()
+        self._torch_rng_state = torch.get_rng_state()
         generators: list[tuple[str, Callable[[], Any], Callable[[Any], None]]]
         generators, numpy = [("Python's random", random.getstate, random.setstate)], sys.modules.get("numpy")
         if numpy is not None:
             generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
-        self._random = [(name, get_state(), get_state, set_state) for name, get_state, set_state in generators]
+        self._generators = [(name, get_state(), get_state, set_state) for name, get_state, set_state in generators]
         """(name, state in the snapshot, get_state, set_state) of the global generators."""
         self.printed = CapturedOutput()
         """What forward() writes to the terminal."""
@@ -187,15 +188,15 @@ class Watch:
 
     def draws(self) -> list[str]:
         """Return the names of the generators of Python and numpy that were drawn from."""
-        return [name for name, before, get_state, _ in self._random if not _same(before, get_state())]
+        return [name for name, before, get_state, _ in self._generators if not _same(before, get_state())]
 
     def restore(self) -> None:
         """Restore attributes and generators as they were in the snapshot."""
         for snapshot in self._attributes.values():
             snapshot.restore()
-        for _, before, _, set_state in self._random:
+        for _, before, _, set_state in self._generators:
             set_state(before)
-        torch.set_rng_state(self._torch)
+        torch.set_rng_state(self._torch_rng_state)
 
 
 def _only_transparent(before: dict[Any, _Snapshot] | None, now: dict[str, Any], table: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from memplan.planning.capture.call_log import CallLog, LoggedCall
 from memplan.planning.capture.group_match import Match, before_casts, drops_nothing, is_cast, name_of_dtype
@@ -39,14 +40,15 @@ def softmax_dropout(log: CallLog, call: LoggedCall) -> Match | None:
     calls.append(producer)
     match = Match("softmax_dropout", calls, {}, options)
     _add_scores(log, match, producer)
-    numbers = match.operands["x"][1], *(number for inner in calls for number in inner.results)
-    dtypes = {log.tensors[number].like.dtype for number in numbers}
+    _, x = match.operands["x"]
+    tensors = x, *(tensor for inner in calls for tensor in inner.results)
+    dtypes = {log.tensors[tensor].like.dtype for tensor in tensors}
     if "p" not in options and "mask" not in match.operands and len(dtypes) == 1:
         return None
-    result = log.tensors[call.results[0]].like.dtype
-    if result != log.tensors[match.operands["x"][1]].like.dtype:
-        options["dtype"] = name_of_dtype(result)
-    calls.reverse()
+    result_dtype = log.tensors[call.results[0]].like.dtype
+    if result_dtype != log.tensors[x].like.dtype:
+        options["dtype"] = name_of_dtype(result_dtype)
+    calls.reverse()  # in the order of the trace
     return match
 
 
@@ -56,39 +58,40 @@ def _dimension(call: LoggedCall) -> object:
 
 
 def _add_scores(log: CallLog, match: Match, softmax: LoggedCall) -> None:
-    """Add what is before a softmax to a match, from its end: casts, a mask, casts, a factor, casts."""
+    """Add the calls before a softmax to a match, from the last to the first: casts, a mask, casts, a factor, casts."""
     reader, tensor = softmax, softmax.reads[0]
 
-    def to(source: int, *calls: LoggedCall) -> None:
+    def step_back(source: int, calls: Sequence[LoggedCall]) -> None:
+        """Add calls, from the last to the first, which computed ``tensor`` from ``source``."""
         nonlocal reader, tensor
         match.calls.extend(calls)
         reader, tensor = (calls[-1] if calls else reader), source
 
-    to(*_casts_of(log, tensor))
+    step_back(*before_casts(log, tensor))
     masked = log.maker(tensor)
     mask = None if masked is None or masked.in_place else _mask(log, masked, tensor)
     if masked is not None and mask is not None:
-        x, hiding, fill = mask
-        match.operands["mask"] = masked, hiding
-        match.options |= {} if fill in (None, -math.inf) else {"fill": fill}
-        to(x, masked)
-        to(*_casts_of(log, tensor))
+        x, mask_tensor, fill = mask
+        match.operands["mask"] = masked, mask_tensor
+        match.options |= {} if fill in (None, -math.inf) else {"fill": fill}  # -inf is the kernel's default
+        step_back(x, [masked])
+        step_back(*before_casts(log, tensor))
     scaled = log.maker(tensor)
     factor = None if scaled is None or scaled.in_place else _factor(scaled)
     if scaled is not None and factor is not None:
         match.options["scale"] = factor
-        to(scaled.reads[0], scaled)
-        to(*_casts_of(log, tensor))
+        step_back(scaled.reads[0], [scaled])
+        step_back(*before_casts(log, tensor))
     match.operands["x"] = reader, tensor
 
 
-def _casts_of(log: CallLog, tensor: int) -> tuple[int, *tuple[LoggedCall, ...]]:
-    source, casts = before_casts(log, tensor)
-    return source, *casts
-
-
 def _mask(log: CallLog, call: LoggedCall, result: int) -> tuple[int, int, float | None] | None:
-    """Recognize a mask: return the scores, the mask, and the number where it is true, None for one that is added."""
+    """Recognize the mask that a call applies to scores.
+
+    Returns:
+        The scores and the mask, as numbers of tensors; and the number that a boolean mask fills in where it is true,
+        None for a mask that is added.
+    """
     shape = log.tensors[result].like.shape
     if call.name == "masked_fill" and len(call.args) == 3 and len(call.reads) == 2 and not call.kwargs:
         x, mask, fill = call.args
@@ -99,11 +102,12 @@ def _mask(log: CallLog, call: LoggedCall, result: int) -> tuple[int, int, float 
         return x.value, mask.value, float(fill)
     if call.name != "add" or len(call.reads) != 2 or len(call.args) != 2 or call.kwargs:
         return None
-    whole = [tensor for tensor in call.reads if log.tensors[tensor].like.shape == shape]
-    floating = all(log.tensors[tensor].like.dtype.is_floating_point for tensor in call.reads)
-    if not whole or not floating or call.reads[0] == call.reads[1]:
+    not_broadcast = [tensor for tensor in call.reads if log.tensors[tensor].like.shape == shape]
+    are_floating = all(log.tensors[tensor].like.dtype.is_floating_point for tensor in call.reads)
+    if not not_broadcast or not are_floating or call.reads[0] == call.reads[1]:
         return None
-    x = next((tensor for tensor in whole if log.tensors[tensor].requires_grad), whole[0])
+    # If neither is broadcast, the scores are the operand with a gradient.
+    x = next((tensor for tensor in not_broadcast if log.tensors[tensor].requires_grad), not_broadcast[0])
     (mask,) = (tensor for tensor in call.reads if tensor != x)
     return x, mask, None
 
@@ -113,5 +117,8 @@ def _factor(call: LoggedCall) -> float | None:
     numbers = [arg for arg in call.args if isinstance(arg, float | int) and not isinstance(arg, bool)]
     if call.name not in ("mul", "div") or len(numbers) != 1 or len(call.reads) != 1 or call.kwargs:
         return None
-    factor = float(numbers[0]) if call.name == "mul" else 1 / numbers[0] if numbers[0] else math.inf
+    (number,) = numbers
+    if call.name == "div" and not number:
+        return None
+    factor = float(number) if call.name == "mul" else 1 / number
     return factor if factor and math.isfinite(factor) else None

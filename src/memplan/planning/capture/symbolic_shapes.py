@@ -64,7 +64,7 @@ class Shapes:
         self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT, *,
         channels_last: bool = False,
     ) -> None:  # fmt: skip
-        self._module, self._key, self._precision, self._channels_last = module, kind, precision, channels_last
+        self._module, self._kind_of, self._precision, self._channels_last = module, kind, precision, channels_last
         self._families: dict[Hashable, _SizeFamily] = {}
 
     def known(self, call: Call) -> None:
@@ -85,7 +85,7 @@ class Shapes:
     def _family_of(self, call: Call) -> _SizeFamily:
         """Return the record of the calls from which this call differs at most in sizes; a new one if there are none."""
         metadata = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in call.tensors)
-        return self._families.setdefault((self._key(call), metadata, call.aliases), _SizeFamily())
+        return self._families.setdefault((self._kind_of(call), metadata, call.aliases), _SizeFamily())
 
     def _update_template(self, family: _SizeFamily, call: Call) -> bool:
         """Trace a new template if more sizes vary with this call, or if Python values that the old template depends on

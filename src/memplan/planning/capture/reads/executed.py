@@ -101,8 +101,8 @@ class Executed:
         self._ignored: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
         """Code that is never relevant, by its id."""
         self._not_yet_relevant: dict[int, tuple[CodeType, bool | None]] = {}
-        """Code that nothing relevant has called so far, and the result of `_is_relevant` for it."""
-        self._open_ended: set[int] = set()
+        """id() of code that nothing relevant has called so far -> (the code, the result of `_is_relevant` for it)."""
+        self._code_reading_dict: set[int] = set()
         """Ids of code that reads ``__dict__``."""
 
     @contextmanager
@@ -135,7 +135,7 @@ class Executed:
             self._examine_call(code, frame)
         if id(code) not in self.codes and not self._register_if_relevant(code, frame):
             return id(code) in self._ignored
-        if id(code) in self._open_ended:
+        if id(code) in self._code_reading_dict:
             self._record_full_reads(_owners_of_dict_reads(code), frame)
         if not self.backward_reads_state and _torch.backward_pass() >= 0:
             self.backward_reads_state = _reads_state(code, frame)
@@ -167,7 +167,7 @@ class Executed:
         if relevant and uses_of(code).computed_modules:
             self._record_external_effect("looks a module up by a computed name", frame)
         if relevant and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
-            self._open_ended.add(id(code))
+            self._code_reading_dict.add(id(code))
         return True
 
     def _examine_call(self, code: CodeType, frame: FrameType) -> None:
@@ -297,7 +297,8 @@ def _observing_by_monitoring(executed: Executed) -> Iterator[None]:
     """
     monitoring: Any = getattr(sys, "monitoring")  # noqa: B009  # of Python 3.12
     events, disable, thread = monitoring.events, monitoring.DISABLE, threading.get_ident()
-    tool = next((number for number in (4, 3, 5) if monitoring.get_tool(number) is None), None)
+    # Of Python's tool ids 0 to 5, 0 to 2 belong to debuggers, coverage and profilers, and 5 to optimizers.
+    tool = next((tool_id for tool_id in (4, 3, 5) if monitoring.get_tool(tool_id) is None), None)
     if tool is None:
         with _observing_by_profile(executed):
             yield
@@ -334,6 +335,7 @@ def _observing_by_monitoring(executed: Executed) -> Iterator[None]:
 
 
 _NOT_C = (type(lambda: None), type)
+"""Classes of callables whose Python code `sys.monitoring` reports by itself: functions and classes."""
 
 
 @contextmanager
@@ -437,7 +439,8 @@ def uses_of(code: CodeType) -> Uses:
 
 def _analyze(code: CodeType) -> Uses:
     """Return the names that a function's bytecode uses."""
-    loaded, chained, imports = dict[str, None](), set[str](), dict[str, None]()  # dicts: sets in order
+    loaded, imports = dict[str, None](), dict[str, None]()  # sets in order
+    attributes_of_globals = set[str]()
     instructions = [op for op in dis.get_instructions(code) if op.opname not in ("PUSH_NULL", "NOP")]
     follows_global = reads_unnamed = False
     for op, next_op in zip(instructions, [*instructions[1:], None], strict=True):
@@ -448,7 +451,7 @@ def _analyze(code: CodeType) -> Uses:
             follows_global = True
         elif op.opname in _ATTRIBUTE_LOADS:
             if follows_global:
-                chained.add(op.argval)
+                attributes_of_globals.add(op.argval)
         else:
             follows_global = False
         if op.opname == "IMPORT_NAME":
@@ -468,7 +471,7 @@ def _analyze(code: CodeType) -> Uses:
     names = frozenset({*code.co_names, *words})
     reads_unnamed |= code.co_name not in _ATTRIBUTE_HOOKS and not _READERS_OF_COMPUTED_NAMES.isdisjoint(names)
     computed_modules = _looks_up_by_computed_name(instructions)
-    return Uses(tuple(loaded), names, frozenset(chained), tuple(imports), reads_unnamed, computed_modules)
+    return Uses(tuple(loaded), names, frozenset(attributes_of_globals), tuple(imports), reads_unnamed, computed_modules)
 
 
 def _looks_up_by_computed_name(instructions: list[dis.Instruction]) -> bool:
@@ -503,7 +506,8 @@ def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, s
     call = next((index for index, op in enumerate(instructions) if op.offset >= offset), 0)
     if instructions[call].opname not in ("PRECALL", "CALL"):
         return None, None
-    call -= instructions[call - 1].opname == "PRECALL"  # before CALL in Python 3.11
+    if instructions[call - 1].opname == "PRECALL":  # before CALL in Python 3.11
+        call -= 1
     loads_of_getter = [
         index for index, op in enumerate(instructions[:call]) if op.opname == "LOAD_GLOBAL" and op.argval in _READERS
     ]
@@ -576,7 +580,7 @@ _disassembled: dict[int, tuple[CodeType, list[dis.Instruction]]] = {}
 
 
 def _instructions(code: CodeType) -> list[dis.Instruction]:
-    """Return the instructions of code, cached, each loading one variable as in Python 3.11."""
+    """Return the instructions of code, each loading one variable as in Python 3.11. The result is cached."""
     cached = _disassembled.get(id(code))
     if cached is None or cached[0] is not code:
         instructions = list[dis.Instruction]()

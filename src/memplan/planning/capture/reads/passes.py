@@ -19,8 +19,8 @@ class Passes:
         self.executed = executed
         self._model = model
         self._readable: Readable | None = None
-        """Reads the values again, as the code of the first pass names them."""
-        self._first: Snapshot | None = None
+        """Reads the values that the code of the first pass names; None before the end of that pass."""
+        self._first_snapshot: Snapshot | None = None
         """Values after the first pass."""
         self._changed_reads: list[str] = []
         """Names of values that changed since then."""
@@ -28,11 +28,11 @@ class Passes:
     def end_pass(self) -> None:
         """Compare the values that the code reads with those of the first pass, and note the ones that changed."""
         with self.executed.pause():
-            if self._first is None or self._readable is None:
+            if self._first_snapshot is None or self._readable is None:
                 self._readable = Readable(self._model, recipe_of(self.executed))
-                self._first = self._readable.take_snapshot()
-            else:
-                self._changed_reads = self._changed_reads or self._first.differences(self._readable.take_snapshot())
+                self._first_snapshot = self._readable.take_snapshot()
+            elif not self._changed_reads:
+                self._changed_reads = self._first_snapshot.differences(self._readable.take_snapshot())
 
     def refuse(self) -> None:
         """Raise RecordingError if values change with each call or cannot be compared."""

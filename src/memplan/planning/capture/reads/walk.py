@@ -48,8 +48,10 @@ from memplan.planning.capture.reads.kinds import (
 from memplan.planning.capture.reads.watched import Names, Watched
 
 _CACHED = type(functools.lru_cache(lambda: None))
+"""Class of functions decorated by `functools.cache` or `functools.lru_cache`."""
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FIXED = (types.ModuleType, type)
+"""Owners of builtin functions that are not part of a function's state: ``math`` of ``math.sqrt``."""
 _WRAPPING = ("contextlib", "functools")
 """Modules whose functions wrap others."""
 _IGNORED_NAMES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__",
@@ -117,7 +119,7 @@ class Snapshot:
     nodes: tuple[Any, ...]
     """Keys of plain values; of objects, tuples with the numbers of the nodes that they refer to."""
     labels: tuple[str, ...]
-    """Name of each node in messages: where it was first reached."""
+    """Name of each node in messages: the path by which it was first reached."""
     unseen: tuple[str, ...] = ()
     """Objects that cannot be examined, with the reason."""
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -171,20 +173,19 @@ class Walk(Watched):
     def start(self, modules: list[tuple[str, dict[str, Any], frozenset[str], type]]) -> None:
         """Traverse from the model's modules and from the code. Modules are (name, attributes, names of attributes that
         do not count, class)."""
-        for path, own, without, kind in modules:
-            of = f" of {path}" if path else ""
-            without |= _torch.BOOKKEEPING
-            only = None if self._recipe.reads_all or self._recipe.is_open_ended(kind) else self._recipe.names
-            for name, value in self.watch_module_attributes(own, Names(only, without)).items():
-                self._visit(value, f"attribute {name}{of}")
+        for path, attributes, ignored, kind in modules:
+            of_module = f" of {path}" if path else ""
+            reads_all = self._recipe.reads_all or self._recipe.is_open_ended(kind)
+            names = Names(included=None if reads_all else self._recipe.names, excluded=ignored | _torch.BOOKKEEPING)
+            for name, value in self.watch_module_attributes(attributes, names).items():
+                self._visit(value, f"attribute {name}{of_module}")
             self._visit(kind, f"class {kind.__qualname__}")
-            for table in _torch.own_tensor_tables(own):
-                for name, tensor in table.items():
-                    own_of_tensor = getattr(tensor, "__dict__", None)
-                    for inner, value in (
-                        self.watch_instance(own_of_tensor, self._names).items() if own_of_tensor else ()
-                    ):
-                        self._visit(value, f"attribute {name}.{inner}{of}")
+            for tensors in _torch.own_tensor_tables(attributes):
+                for name, tensor in tensors.items():
+                    tensor_attributes = getattr(tensor, "__dict__", None)
+                    watched = self.watch_instance(tensor_attributes, self._names) if tensor_attributes else {}
+                    for attribute, value in watched.items():
+                        self._visit(value, f"attribute {name}.{attribute}{of_module}")
         self._visit_globals()
         for name in HIDDEN_STATES:
             if name in self._recipe.names:
@@ -196,20 +197,20 @@ class Walk(Watched):
 
     def _visit_globals(self) -> None:
         """Visit the globals that captured code loads, and the modules that it imports."""
-        namespaces: dict[int, dict[str, Any]] = {}  # of the code, by id()
-        loaded: dict[int, set[str]] = {}  # names that code loads, by id() of the namespace
+        namespaces: dict[int, dict[str, Any]] = {}  # globals of code, by id()
+        loaded_names: dict[int, set[str]] = {}  # globals that code loads, by id() of the namespace
         modules = dict.fromkeys(imported_modules(sorted(self._recipe.modules), package=""))  # a set in order
         for code, namespace in self._recipe.codes.values():
             if str(namespace.get("__name__")).startswith("torch."):  # its flags and hooks are part of each key
                 continue
             uses = uses_of(code)
             namespaces[id(namespace)] = namespace
-            loaded.setdefault(id(namespace), set()).update(uses.loaded)
+            loaded_names.setdefault(id(namespace), set()).update(uses.loaded)
             modules.update(dict.fromkeys(imported_modules(uses.imports, str(namespace.get("__package__") or ""))))
         for key, namespace in namespaces.items():
             module = namespace.get("__name__", "")
             prefix = "" if module == "__main__" else f"{module}."
-            for name, value in self.watch_namespace(namespace, Names(frozenset(loaded[key]))).items():
+            for name, value in self.watch_namespace(namespace, Names(frozenset(loaded_names[key]))).items():
                 self._visit(value, f"global {prefix}{name}")
         for name in modules:
             self._visit(self.watch_reference(functools.partial(sys.modules.get, name)), f"module {name}")
@@ -270,10 +271,11 @@ class Walk(Watched):
             return kind, *(self._visit(part, label) for part in inner)
         if isinstance(value, _CACHED):
             self.watch_value(lambda: value.cache_info().currsize)
-            results = cached_results(value)  # this list keeps the ids valid
+            results = cached_results(value)
+            # The lambda keeps the results: their ids stay valid.
             self.watch_value(lambda: (len(results), [*map(id, cached_results(value))]))
-            inside = [part for part in gc.get_referents(value) if not isinstance(part, (type, dict))]
-            return kind, *(self._visit(part, label) for part in (*inside, *results))
+            wrapped = [part for part in gc.get_referents(value) if not isinstance(part, (type, dict))]
+            return kind, *(self._visit(part, label) for part in (*wrapped, *results))
         if isinstance(value, weakref.ref):
             return kind, self._visit(self.watch_reference(value), label)
         if isinstance(value, contextvars.ContextVar):
@@ -319,14 +321,16 @@ class Walk(Watched):
         for base in kind.__mro__:
             if not has_relevant_attributes(base):
                 continue
-            own = dict_of(base)
-            if "__match_args__" in self._recipe.names:
-                self.added_names.update(own.get("__match_args__", ()))
-            read = frozenset(name for name, value in own.items() if self._recipe.is_read(name, value))
-            of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
-            parts += self._namespace_nodes(own, of, Names(self._recipe.names | read, _IGNORED_NAMES))
-        meta = type(kind)
-        parts.append(self._visit(meta, f"class {meta.__qualname__}") if has_relevant_attributes(meta) else None)
+            attributes = dict_of(base)
+            if "__match_args__" in self._recipe.names:  # ``case Point(x, y)`` reads the attributes listed there
+                self.added_names.update(attributes.get("__match_args__", ()))
+            read_names = frozenset(name for name, value in attributes.items() if self._recipe.is_read(name, value))
+            base_label = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
+            names = Names(self._recipe.names | read_names, _IGNORED_NAMES)
+            parts += self._namespace_nodes(attributes, base_label, names)
+        metaclass = type(kind)
+        is_relevant = has_relevant_attributes(metaclass)
+        parts.append(self._visit(metaclass, f"class {metaclass.__qualname__}") if is_relevant else None)
         return Identity(kind), *parts
 
     def _append_hidden_state(self, name: str) -> None:
@@ -337,13 +341,13 @@ class Walk(Watched):
 
     def _module_node(self, value: types.ModuleType) -> Any:
         """Return the node of a Python module: its identity and the globals that captured code names."""
-        own, name = vars(value), value.__name__
+        namespace, name = vars(value), value.__name__
         if name == "builtins":
             return Identity(value)
         self._append_hidden_state(name)
-        names = self._recipe.names if is_user_code(own) else self._recipe.attributes_of_globals
-        without = _IGNORED_NAMES | {"modules"} if value is sys else _IGNORED_NAMES
-        return Identity(value), *self._namespace_nodes(own, f"global {name}", Names(names, without))
+        names = self._recipe.names if is_user_code(namespace) else self._recipe.attributes_of_globals
+        ignored = _IGNORED_NAMES | {"modules"} if value is sys else _IGNORED_NAMES
+        return Identity(value), *self._namespace_nodes(namespace, f"global {name}", Names(names, ignored))
 
     # -- objects and containers
 
@@ -403,7 +407,7 @@ class Walk(Watched):
             return nodes
         objects = array_objects(value)
         if objects is not None:
-            # The lambda keeps the list, and with it the objects: their ids stay valid.
+            # The lambda keeps the objects: their ids stay valid.
             self.watch_value(lambda: (len(objects), [*map(id, array_objects(value) or ())]))
             return self._sequence_nodes(objects, label)
         if isinstance(value, types.MappingProxyType):
@@ -414,9 +418,8 @@ class Walk(Watched):
         if not isinstance(value, (tuple, frozenset)):
             self.watch_container(value, content)
         if isinstance(value, (set, frozenset)):
-            plain = [element for element in content if is_plain(element)]
-            others = [Identity(element) for element in content if not is_plain(element)]
-            return [frozenset(map(value_key, plain)), *others]
+            plain_keys = frozenset(value_key(element) for element in content if is_plain(element))
+            return [plain_keys, *(Identity(element) for element in content if not is_plain(element))]
         return self._sequence_nodes(content, label)
 
     def _sequence_nodes(self, items: Iterable[Any], label: str) -> list[Any]:

@@ -34,7 +34,7 @@ class Names:
 
 
 class Attributes:
-    """Attributes in dicts whose version does not change with them, and their values."""
+    """Attributes and their values, in dicts whose version does not change when an attribute is set."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[dict[str, Any], Names, dict[str, Any]]] = []
@@ -42,10 +42,10 @@ class Attributes:
         self._dicts: list[dict[str, Any]] = []
         self._lengths: list[int] = []
         """Length of each of `_dicts`: without a change of it no attribute was added."""
-        self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
         """(function that gets all watched values of a namespace, the namespace)."""
         self._values: list[Any] = []
-        """What `_gets` returned, one after another."""
+        """What `_getters` returned, one after another."""
 
     def add(self, namespace: dict[str, Any], names: Names) -> dict[str, Any]:
         """Watch the attributes in a dict at the keys in ``names``, and return them by name."""
@@ -55,7 +55,7 @@ class Attributes:
         self._lengths.append(len(namespace))
         if values:
             first = next(iter(values))  # repeated, as itemgetter returns a tuple only for two names or more
-            self._gets.append((operator.itemgetter(*values, first), namespace))
+            self._getters.append((operator.itemgetter(*values, first), namespace))
             self._values += [*values.values(), values[first]]
         return {name: values[name] for name in sorted(values)}
 
@@ -68,9 +68,9 @@ class Attributes:
             self._lengths = lengths
         now = list[Any]()
         try:
-            for get, namespace in self._gets:
+            for get, namespace in self._getters:
                 now += get(namespace)
-        except KeyError:
+        except KeyError:  # an attribute was deleted
             return False
         return all(map(operator.is_, now, self._values))
 
@@ -86,19 +86,19 @@ class Watched:
         self._guards = _torch.DictGuards(())
         """Versions of `_dicts`."""
         self._watched_namespaces: dict[Any, dict[str, Any]] = {}
-        """By namespace and names: their values."""
+        """(id() of a namespace, included names, excluded names) -> values by name."""
         self._modules, self._instances = Attributes(), Attributes()
         self._objects: list[Any] = []
         """Objects that must keep their class."""
-        self._kinds: list[type] = []
+        self._classes: list[type] = []
         """Class of each of `_objects`."""
         self._functions: list[types.FunctionType] = []
         self._function_parts: list[Any] = []
         """`_FUNCTION_PARTS` of each of `_functions`, one after another."""
-        self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._containers: list[tuple[Any, tuple[Any, ...]]] = []
         """(container, its elements)."""
         self._cells: list[types.CellType] = []
-        self._in_cells: list[Any] = []
+        self._cell_contents: list[Any] = []
         """Content of each of `_cells`."""
         self._references: list[tuple[Callable[[], Any], Any]] = []
         """(function, object that it returned), compared by identity."""
@@ -116,9 +116,9 @@ class Watched:
             (not modules or self._modules.are_unchanged())
             and self._instances.are_unchanged()
             and (self._guards.hold() or self._are_values_unchanged())
-            and all(map(operator.is_, map(type, self._objects), self._kinds))
+            and all(map(operator.is_, map(type, self._objects), self._classes))
             and all(map(operator.is_, chain.from_iterable(map(_FUNCTION_PARTS, self._functions)), self._function_parts))
-            and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self._lists)
+            and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self._containers)
             and self._are_cells_unchanged()
             and all(read() is then for read, then in self._references)
             and all(read() == then for read, then in self._values)
@@ -127,7 +127,7 @@ class Watched:
     def _are_cells_unchanged(self) -> bool:
         """Return whether all watched closure cells have the same objects as content."""
         try:
-            return all(map(operator.is_, map(_CELL_CONTENT, self._cells), self._in_cells))
+            return all(map(operator.is_, map(_CELL_CONTENT, self._cells), self._cell_contents))
         except ValueError:  # the variable was deleted
             return False
 
@@ -184,12 +184,12 @@ class Watched:
 
     def watch_container(self, container: Any, content: tuple[Any, ...]) -> None:
         """Watch a container. ``content``: its elements, in the order of iteration."""
-        self._lists.append((container, content))
+        self._containers.append((container, content))
 
     def watch_class(self, value: Any) -> None:
         """Watch the class of an object."""
         self._objects.append(value)
-        self._kinds.append(type(value))
+        self._classes.append(type(value))
 
     def watch_function(self, function: types.FunctionType) -> None:
         """Watch code and defaults of a function, unless it is of an installed package."""
@@ -208,7 +208,7 @@ class Watched:
         if content is MISSING:
             return self.watch_reference(functools.partial(cell_content, cell))
         self._cells.append(cell)
-        self._in_cells.append(content)
+        self._cell_contents.append(content)
         return content
 
     def watch_value(self, read: Callable[[], Any]) -> Any:
