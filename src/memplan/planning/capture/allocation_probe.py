@@ -27,7 +27,7 @@ class Allocations:
     Example:
         >>> with Allocations(real=True) as allocations, allocations.span("call"):
         ...     y = x.exp().sum()
-        >>> allocations.most("call"), allocations.left("call")
+        >>> allocations.peak_bytes("call"), allocations.remaining_bytes("call")
     """
 
     def __init__(self, *, real: bool) -> None:

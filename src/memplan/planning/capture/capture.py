@@ -99,9 +99,10 @@ def capture(
 ) -> Captured:  # fmt: skip
     """Trace forward and backward of a call of the model on fake tensors, without changing the model.
 
-    Values of small integer inputs may decide a branch (is this mask all ones?). The result is then valid for calls for
-    which `Captured.holds`. A computed flag that only leads to a raise (``if (scale <= 0).any(): raise``) becomes a
-    guard: the branch without the raise is traced, as a real run of the forward pass has shown.
+    Values of small integer inputs may decide a branch (is this mask all ones?). The result is then valid for calls that
+    take the same branches: see `Captured.takes_traced_branches`. A computed flag that only leads to a raise
+    (``if (scale <= 0).any(): raise``) becomes a guard: the branch without the raise is traced, as a real run of the
+    forward pass has shown.
 
     Args:
         model: in the state in which it is to run: ``training``, ``requires_grad`` and the active autocast count.
@@ -138,7 +139,7 @@ def capture(
             joint, flat = _trace_with_retries(trace, model, call, opaque_calls, guards, watch)
         _refuse_side_effects(trace, watch)
         if reads is None:
-            passes.refuse()
+            passes.refuse()  # reads that later calls cannot compare
         elif not reads.are_unchanged():
             raise RecordingError(
                 f"what forward() reads changed since the step was traced: the {reads.differences()[0]}",
@@ -153,10 +154,12 @@ def capture(
     finally:
         watch.restore()
     captured = read(joint, flat, call, tuple(opaque_calls.calls), precision)
+    constants = {value: free_tensors.original(constant) for value, constant in captured.constants.items()}
+    # Calls of tiles and kernels are not logged.
     groups, refused_groups = ((), ()) if tiles or kernels else kernel_groups(handlers.log)
     return replace(
         captured,
-        constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
+        constants=constants,
         channels_last=channels_last, guards=tuple(guards.guards), printed=watch.printed.lines > 0,
         tiled=tuple(handlers.tiling.registered), groups=groups, refused_groups=refused_groups,
         in_place_calls=frozenset(handlers.tiling.in_place), reads=reads or passes.reads(),

@@ -148,22 +148,22 @@ class Flat(nn.Module):
         with_gradient = {id(tensor) for tensor in differentiable(output)}  # what the backward pass starts from
         cut = tuple(index for index, t in enumerate(unique) if t.requires_grad and id(t) not in with_gradient)
         self.returned = Returned(structure, tuple(index_of[id(tensor)] for tensor in outputs), cut)
-        bases = {_base(tensor) for tensor in (*tensors, *state.values())}
+        used_bases = {_base(tensor) for tensor in (*tensors, *state.values())}
         new_buffers = self._models[0].replaced
         self.written = tuple(new_buffers)
-        overwritten = {_memory(state[path]) for path in new_buffers}
+        overwritten = {_memory(state[path]) for path in new_buffers}  # the step writes the new values there
         return (
-            *(_without_view(t, bases) if id(t) in with_gradient else _detached(t, overwritten) for t in unique),
+            *(_without_view(t, used_bases) if id(t) in with_gradient else _detached(t, overwritten) for t in unique),
             *(_detached(t, overwritten) for t in (*self._flags(), *new_buffers.values())),
         )
 
 
-def _without_view(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
-    """Return an output of the graph that shares no memory with inputs, state or earlier outputs: a clone if it does.
-    ``bases``: ids of the base tensors of these (see `_base`); the base of this output is added."""
-    if _base(tensor) in bases:
+def _without_view(tensor: torch.Tensor, used_bases: set[int]) -> torch.Tensor:
+    """Return an output, cloned if it shares memory with inputs, state or earlier outputs. ``used_bases``: ids of the
+    base tensors of these (see `_base`); the base of this output is added."""
+    if _base(tensor) in used_bases:
         return tensor.clone()
-    bases.add(_base(tensor))
+    used_bases.add(_base(tensor))
     return tensor
 
 

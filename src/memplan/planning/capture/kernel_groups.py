@@ -103,12 +103,12 @@ def _group_of(log: CallLog, match: Match) -> Group:
     if match.reason:
         raise _NotReplaceable(match.reason)
     calls = sorted({call.number: call for call in match.calls}.values(), key=lambda call: call.number)
-    numbers = {call.number for call in calls}
+    inside = {call.number for call in calls}
     last = calls[-1]
     (result,) = last.results
     for call in calls[:-1]:
         for tensor in call.results:
-            outside_readers = log.readers[tensor] - numbers
+            outside_readers = log.readers[tensor] - inside
             if outside_readers:
                 raise _NotReplaceable(_read_elsewhere(log, call, min(outside_readers)))
     # The kernel reads the operands at the last call, so that none may change before. The calls that the match lists as
@@ -121,7 +121,7 @@ def _group_of(log: CallLog, match: Match) -> Group:
     ):
         raise _NotReplaceable("a call in between changes a tensor in place")
     updated_statistics = {tensor for name, (_, tensor) in match.operands.items() if name in UPDATED}
-    between = [log.calls[n] for n in range(calls[0].number, last.number) if n in log.calls and n not in numbers]
+    between = [log.calls[n] for n in range(calls[0].number, last.number) if n in log.calls and n not in inside]
     if any(updated_statistics.intersection(call.reads) for call in between):
         raise _NotReplaceable(
             "a call in between reads the running statistics, which the kernel updates at its last call"
@@ -142,7 +142,7 @@ def _group_of(log: CallLog, match: Match) -> Group:
     if any(log.tensors[tensor].like.dtype == torch.float64 for tensor in inner_tensors):  # kernels compute in float32
         raise _NotReplaceable("it computes in float64")
     operands = (Operand(name, call.number, call.reads.index(tensor)) for name, (call, tensor) in match.operands.items())
-    return Group(match.kernel, tuple(sorted(numbers)), last.name, tuple(operands), match.options, match.reshapes)
+    return Group(match.kernel, tuple(sorted(inside)), last.name, tuple(operands), match.options, match.reshapes)
 
 
 def _has_no_gradient(log: CallLog, call: LoggedCall) -> bool:

@@ -182,7 +182,7 @@ class Watch:
         ]
 
     def has_changed(self, attribute: str) -> bool:
-        """Return whether an attribute differs, by its name in `changes`."""
+        """Return whether an attribute differs, by its name in `changed_attributes`."""
         name, _, key = attribute.rpartition(".")
         return self._attributes[name].has_changed(key)
 

@@ -97,13 +97,15 @@ class Tiling:
             The result of the call; of a segment's last call, in terms of the op that replaces the segment.
         """
         self._refuse_hooks_and_gradient_queries(func, args)
+        # First calls of the earlier segments whose calls this segment records again, instead of reading their results.
         repeats = () if index is None else self.tiles[index].repeats
         args, kwargs = _torch.tree_map(lambda leaf: self._replaced(leaf, repeats), (args, kwargs))
         operands, static = ChangedTensors(func, args, kwargs), self._static_tensors()
         if index is None:
             result = func(*args, **kwargs)
             changed = operands.after()
-            if any(id(tensor) not in static for tensor in changed):
+            changes_data = any(id(tensor) not in static for tensor in changed)
+            if changes_data:
                 self.in_place.add(number)
                 self._forget_recordings_of(changed)
             self._refuse_changes_of_operands((*changed, *updated_statistics(func, args, kwargs)))

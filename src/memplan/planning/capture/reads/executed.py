@@ -151,22 +151,23 @@ class Executed:
         if id(code) in self._ignored:
             return False
         if id(code) in self._not_yet_relevant:
-            _, relevant = self._not_yet_relevant[id(code)]
+            _, is_relevant = self._not_yet_relevant[id(code)]
         else:
-            imported = code.co_name == "<module>" and code.co_filename != "<string>"  # unlike eval() and exec()
-            relevant = False if imported else _is_relevant(module)
-            if relevant is False:
+            is_module_body = code.co_name == "<module>" and code.co_filename != "<string>"  # not of eval() or exec()
+            is_relevant = False if is_module_body else _is_relevant(module)
+            if is_relevant is False:
                 if code.co_qualname not in _EXAMINED_CALLS:
                     self._ignored[id(code)] = code
                 return False
-            self._not_yet_relevant[id(code)] = code, relevant
-        if not (self._is_called(frame) if relevant else self._is_called_directly(frame)):
+            self._not_yet_relevant[id(code)] = code, is_relevant
+        # is_relevant is None for code that is relevant if its caller is.
+        if not (self._is_called(frame) if is_relevant else self._is_called_directly(frame)):
             return False
         self.codes[id(code)] = code, frame.f_globals
         self.reads_all |= f"{module}.{code.co_name}" in _READ_ALL_ATTRIBUTES
-        if relevant and uses_of(code).computed_modules:
+        if is_relevant and uses_of(code).computed_modules:
             self._record_external_effect("looks a module up by a computed name", frame)
-        if relevant and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
+        if is_relevant and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
             self._code_reading_dict.add(id(code))
         return True
 
@@ -225,7 +226,7 @@ class Executed:
         if self.paused:
             return
         if any(function is getter for getter in GETTERS):
-            owner, name = _arguments(frame, offset)
+            owner, name = _getattr_arguments(frame, offset)
             if name is not None:
                 self.names.add(name)
             elif frame.f_code.co_name not in _ATTRIBUTE_HOOKS:
@@ -247,9 +248,9 @@ def _reads_state(code: CodeType, frame: FrameType) -> bool:
     if reads_closure:
         return True
     global_variables = frame.f_globals
-    is_torchs = str(global_variables.get("__name__")).startswith("torch.")
-    loaded = (global_variables[name] for name in uses_of(code).loaded if name in global_variables)
-    if not is_torchs and not all(map(_is_constant, loaded)):
+    is_code_of_torch = str(global_variables.get("__name__")).startswith("torch.")
+    loaded_values = (global_variables[name] for name in uses_of(code).loaded if name in global_variables)
+    if not is_code_of_torch and not all(map(_is_constant, loaded_values)):
         return True
     return not all(map(_is_immutable, frame.f_locals.values()))
 
@@ -495,7 +496,7 @@ def _string_constants(constants: Any) -> Iterator[str]:
             yield from _string_constants(constant)
 
 
-def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, str | None]:
+def _getattr_arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, str | None]:
     """Return the object and the name that ``getattr(object, name)`` is about to be called with. ``offset``: of the call
     instruction in the caller's bytecode.
 
@@ -529,7 +530,8 @@ def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, s
 def _split_arguments(loads: list[dis.Instruction]) -> list[list[dis.Instruction]]:
     """Group the instructions that push arguments by argument; empty if there are jumps among them. Argument n ends at
     the last instruction after which the stack has n entries."""
-    end_at_depth, depth = dict[int, int](), 0
+    end_at_depth = dict[int, int]()
+    depth = 0  # of the stack
     for index, op in enumerate(loads):
         depth += dis.stack_effect(op.opcode, op.arg if op.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
         if depth < 1 or op.opcode in dis.hasjrel:
