@@ -183,20 +183,21 @@ class Tiling:
         recorder.release()
         # Only tensors that the user's code still references can be results. A tensor that was changed in place has
         # several positions, and the last counts.
-        results = [(position, reference()) for position, reference in enumerate(self._call_results)]
-        last_position = {id(tensor): (position, tensor) for position, tensor in results if tensor is not None}
-        wanted = [
+        alive = [(position, reference()) for position, reference in enumerate(self._call_results)]
+        results = {
+            id(tensor): (position, tensor) for position, tensor in alive if tensor is not None and recorder.owns(tensor)
+        }
+        read_results = [  # the first pass does not know yet which later calls read
             (position, tensor)
-            for position, tensor in last_position.values()
-            if recorder.owns(tensor) and (self._first_pass or (index, position) in self._read_in_last_pass)
+            for position, tensor in results.values()
+            if self._first_pass or (index, position) in self._read_in_last_pass
         ]
-        for _, tensor in last_position.values():
-            if recorder.owns(tensor):
-                self._segment_of_result[id(tensor)] = tensor, tile.first, recorder
+        for _, tensor in results.values():
+            self._segment_of_result[id(tensor)] = tensor, tile.first, recorder
         self._call_results = []
-        if not self._first_pass and recorder.share_memory([tensor for _, tensor in wanted]):
+        if not self._first_pass and recorder.share_memory([tensor for _, tensor in read_results]):
             raise NotTileable("a result is a view of another, or of what the segment reads: writes would not reach it")
-        program = recorder.program([tensor for _, tensor in wanted])
+        program = recorder.program([tensor for _, tensor in read_results])
         tiled, key = register(program, tile.axis, tile.pieces)
         norm_by_statistic = {id(source): norm for norm, (sources, _) in recorder.running.items() for source in sources}
         if not tiled.norms.keys() >= set(norm_by_statistic.values()):
@@ -205,10 +206,10 @@ class Tiling:
             raise NotTileable("the segment reads running statistics that it updates")
         self.registered.append(tiled)
         outputs = TracedTile.apply(key, *recorder.sources.values())  # results, then statistics of batch norms
-        for (position, tensor), output in zip(wanted, outputs, strict=False):  # without the statistics
+        for (position, tensor), output in zip(read_results, outputs, strict=False):  # without the statistics
             self._replacements[id(tensor)] = tensor, output, (index, position)
         self._refuse_changes_of_operands([source for sources, _ in recorder.running.values() for source in sources])
-        self._update_running(tiled, recorder, outputs[len(wanted) :])
+        self._update_running(tiled, recorder, outputs[len(read_results) :])
         self._finished.append((index, recorder))
         return _torch.tree_map(self._replaced, result)
 
