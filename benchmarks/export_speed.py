@@ -37,7 +37,7 @@ from tests.models.microcontroller_networks import resnet8  # noqa: E402
 
 import memplan  # noqa: E402
 from memplan.exporting.kernels.templates import template  # noqa: E402
-from memplan.exporting.trials.cortex import COMPILER, CORES, EMULATOR, FLAGS, PER_TICK  # noqa: E402
+from memplan.exporting.trials.cortex import COMPILER, CORES, EMULATOR, FLAGS, INSTRUCTIONS_PER_TICK  # noqa: E402
 
 STANDARD = ("-std=c99", "-ffp-contract=fast")
 CORE, CORE_LEVELS = "cortex-m4", ("-O2", "-Os")
@@ -141,9 +141,9 @@ def on_core(layer: Layer, level: str, **options: Any) -> Row:
     row: Row = {"text": text}
     for direction, label, at in _directions(make):
         found = [count for count, call in zip(ticks, calls, strict=True) if call == label]
-        row[direction] = found[at] * PER_TICK / products
+        row[direction] = found[at] * INSTRUCTIONS_PER_TICK / products
     updates = [count for count, call in zip(ticks, calls, strict=True) if call == "update 1.weight"]  # not fused
-    row["weight gradient"] += sum(updates) * PER_TICK / products
+    row["weight gradient"] += sum(updates) * INSTRUCTIONS_PER_TICK / products
     return row
 
 

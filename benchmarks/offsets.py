@@ -99,7 +99,7 @@ def main() -> None:
     for name, optimum, buffers in instances(given.instances):
         if given.only not in name:
             continue
-        peak, began = Lifetimes(tuple(buffers), ()).peak, time.process_time()
+        peak, began = Lifetimes(tuple(buffers), ()).peak_bytes, time.process_time()
         made = choose_offsets(buffers, max(peak, int(optimum * given.goal)), given.seconds)
         seconds = time.process_time() - began
         check_offsets(buffers, made.offsets, made.bytes)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from environment import thinned
 
 from memplan.cli import main
-from memplan.exporting.trials.proving import compiler
+from memplan.exporting.trials.proving import c_compiler
 
 pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
@@ -64,7 +64,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["export", *arguments])
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.skipif(c_compiler() is None, reason="no C compiler")
 def test_a_small_part_is_trained_and_the_rest_is_in_a_file_in_eight_bits(models: Path) -> None:
     options = (
         "--frozen-weights",
@@ -163,7 +163,7 @@ def test_what_does_not_fit_ends_with_1() -> None:
     assert "training one parameter takes" in " ".join(done.output.split())
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.skipif(c_compiler() is None, reason="no C compiler")
 def test_code_that_computes_something_else_ends_with_1(monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
     from memplan.exporting.kernels import call_writer
 
@@ -226,7 +226,7 @@ def test_without_a_compiler_it_is_written_but_not_verified(models: Path, monkeyp
     assert run(*NET, "--verify").exit_code == 2
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.skipif(c_compiler() is None, reason="no C compiler")
 def test_gradients_are_added_up_and_clipped_and_bytes_normalized(models: Path) -> None:
     options = ("--accumulate", "2", "--clip-norm", "0.5", "--normalize", "1,2,3/4,5,6", "--name", "net")
     done = run(*NET, "--input", "1x3x8:uint8<9", *options, "--json", "found.json")

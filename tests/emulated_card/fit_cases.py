@@ -262,8 +262,11 @@ def test_pieces_on_a_card_hold_no_more_than_is_said(monkeypatch: pytest.MonkeyPa
     x, gradient = torch.randn(2, piece + 5, device="cuda"), torch.randn(2, piece + 5, device="cuda")
     bits, half = ops.pack_bits(x, "sign"), x.bfloat16()
     flags = ops.unpack_bits(bits, x.shape, x.stride())
-    some = pieces.quantized_piece(x.numel(), "cuda")
-    packing, direct = encode._flag_bytes(piece, "cuda"), {one.target: one.buffers for one in encode.DIRECT.values()}
+    some = pieces.quantized_elements_per_piece(x.numel(), "cuda")
+    packing, direct = (
+        encode._flag_bytes(piece, "cuda"),
+        {one.target: one.temporary_pieces for one in encode.BITS_READERS.values()},
+    )
     read = {
         name: piece * (1 + 4 * direct[f"memplan.{name}_bits"])
         for name in ("threshold_backward", "native_dropout_backward")
@@ -277,7 +280,7 @@ def test_pieces_on_a_card_hold_no_more_than_is_said(monkeypatch: pytest.MonkeyPa
         lambda: ops.native_dropout_backward_bits_(gradient, bits, 1.1): read["native_dropout_backward"],
         lambda: ops.quantize(x, True): 5 * some,
         lambda: ops.quantize(half, False): 13 * some,
-        lambda: ops.hardswish_backward_(gradient, x): 4 * pieces.piece(x.numel(), "cuda"),
+        lambda: ops.hardswish_backward_(gradient, x): 4 * pieces.elements_per_piece(x.numel(), "cuda"),
     }
     held = [op_timing.workspace_on("cuda:0", call) for call in said]
     assert all(0 < one <= most + 8 * ALLOCATOR_BLOCK for one, most in zip(held, said.values(), strict=True)), held

@@ -170,11 +170,11 @@ def test_what_kernels_hold_on_the_card_is_measured_once(monkeypatch: pytest.Monk
     sort = KernelCall.of("aten.sort.default", (a,), {})
     plain = KernelCall.of("aten.mm.out", (a, a.T), {"out": torch.empty(64, 64, device="cuda")})
     wrong = KernelCall.of("aten.mm.default", (a, a), {})
-    planned_card.measure("cuda:0", [sort, plain, wrong])
+    planned_card.measure_workspaces("cuda:0", [sort, plain, wrong])
     # the CPU computes, and what it holds meanwhile is its own
-    assert planned_card.known("cuda:0") == {sort.key: 0, plain.key: 0, wrong.key: None}
+    assert planned_card.measured_workspaces("cuda:0") == {sort.key: 0, plain.key: 0, wrong.key: None}
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert planned_card.known("cuda:0") == {}
+    assert planned_card.measured_workspaces("cuda:0") == {}
 
 
 def test_what_a_kernel_holds_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_what_a_kernel_holds_counts_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return 0
 
     def more(place: str, calls: Any) -> None:
-        found = planned_card.known(place)
+        found = planned_card.measured_workspaces(place)
         for call in calls:
             asked.add(call.name)
             found[call.key] = (64 << 20) if call.name == "aten.addmm.default" else 0

@@ -154,7 +154,7 @@ def main(name: str, out: str) -> None:
             {
                 planned.schedule.graph.ops[action.op].target
                 for action in planned.schedule.backward
-                if action.form is not None and action.op is not None
+                if action.encoding is not None and action.op is not None
             }
         ),
         "predicted": [size for tick, size in sorted(predicted.items()) if size and tick > trace.steps[0]],

@@ -24,7 +24,7 @@ from truth.integer_layers import Gate, Integer, Network, Plus
 import memplan
 from memplan.errors import BudgetError, InputError, UsageError
 from memplan.exporting.exported import Exported
-from memplan.exporting.int8.arithmetic import Affine, multiplier, shifted
+from memplan.exporting.int8.arithmetic import Affine, multiplier, shifted_right
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 MEAN, STD = (124.0, 116.3, 104.5), (58.0, 57.0, 57.5)
@@ -213,9 +213,9 @@ def test_a_product_by_multiply_and_shift_is_the_rounded_real_one() -> None:
         assert 0 <= m < 2**31
         assert 0 < shift < 63
         exact = [Fraction(int(x)) * Fraction(float(real)) for x in sums]
-        for found, wanted in zip(shifted(sums * m, shift), exact, strict=True):
+        for found, wanted in zip(shifted_right(sums * m, shift), exact, strict=True):
             assert abs(int(found) - wanted) <= Fraction(1, 2) + abs(wanted) / 2**30 + Fraction(1, 10**9)
-    assert shifted(np.array([1, 3, -1, -3]), 1).tolist() == [1, 2, 0, -1], "halves are rounded up"
+    assert shifted_right(np.array([1, 3, -1, -3]), 1).tolist() == [1, 2, 0, -1], "halves are rounded up"
 
 
 def test_the_integer_of_0_is_exact() -> None:

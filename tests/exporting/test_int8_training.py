@@ -21,7 +21,7 @@ import memplan
 from memplan.errors import BudgetError, InputError, UsageError, VerificationError
 from memplan.exporting import export as exporting
 from memplan.exporting.exported import Exported
-from memplan.exporting.int8_training import drawn
+from memplan.exporting.int8_training import random_fractions
 from memplan.exporting.source.program_text import program_text
 from memplan.exporting.tiling import tilings
 
@@ -200,10 +200,14 @@ int main(void)
 def test_rounding_by_chance_keeps_the_mean() -> None:
     places = np.arange(100_000)
     for change in (0.003, 0.4, 1.7):
-        moved = np.concatenate([np.floor(drawn(1, step, places) - change) for step in range(1, 6)])
+        moved = np.concatenate([np.floor(random_fractions(1, step, places) - change) for step in range(1, 6)])
         share = change % 1
         assert abs(moved.mean() + change) < 5 * np.sqrt(share * (1 - share) / moved.size)
-    one, next_step, other_seed = drawn(1, 1, places), drawn(1, 2, places), drawn(2, 1, places)
+    one, next_step, other_seed = (
+        random_fractions(1, 1, places),
+        random_fractions(1, 2, places),
+        random_fractions(2, 1, places),
+    )
     for other in (next_step, other_seed, np.roll(one, 1), np.roll(one, 6)):
         assert abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(len(places))
 

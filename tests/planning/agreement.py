@@ -75,7 +75,7 @@ class Interpreter:
             function = getattr(function, part)
         args, kwargs = (map_refs(part, self.tensors.__getitem__) for part in (op.args, op.kwargs))
         made = function(*args, **kwargs)
-        for value, tensor in zip(op.outputs, made if op.multiple else (made,), strict=True):
+        for value, tensor in zip(op.outputs, made if op.returns_tuple else (made,), strict=True):
             if value is not None:
                 self.keep(op, value, tensor)
 
@@ -133,8 +133,8 @@ def difference(
     with torch.no_grad():
         made = interpreter.forward()
         found = [] if torch.equal(torch.get_rng_state(), drawn) else ["the random stream"]
-        outputs = [made[at] for at in captured.returned.order]
-        first = [captured.returned.order.index(at) for at in captured.differentiable]
+        outputs = [made[at] for at in captured.returned.output_indices]
+        first = [captured.returned.output_indices.index(at) for at in captured.outputs_with_tangent]
         assert sorted(id(expected[at]) for at in first) == sorted(tangents), "the outputs that backward starts from"
         gradients = interpreter.backward([tangents[id(expected[at])] for at in first])
     found += [f"output {at}" for at, one in enumerate(expected) if not same(outputs[at], one)]

@@ -13,7 +13,7 @@ from memplan.planning.levers.lever import GradientUse
 
 MB = 1_000_000
 
-EARLY, HELD = GradientUse(updates=True), GradientUse(adds=True)
+EARLY, HELD = GradientUse(updates_early=True), GradientUse(accumulates=True)
 """Parameters are updated in the backward pass; gradients are held when the step begins."""
 
 
@@ -55,7 +55,9 @@ class Tape:
         args = tuple(Ref(value) for value in reads)
         more.setdefault("phase", "forward")
         self.ops.append(
-            GraphOp(index, target, args, {}, outputs=makes, multiple=len(makes) != 1, reads=reads, makes=makes, **more)
+            GraphOp(
+                index, target, args, {}, outputs=makes, returns_tuple=len(makes) != 1, reads=reads, makes=makes, **more
+            )
         )
         return makes
 
@@ -304,8 +306,8 @@ def random_graph(seed: int, ops: int = 8, *, hooks: bool = False, more_forms: bo
                 "aten.made_up.default", [*inputs, *draw.sample(buffers, len(buffers) * (draw.random() < 0.2))], size,
                 draw.randint(1, 9) * 1e-3, parameters=own, extra=extra, saves=draw.choice(["", "i", "o", "io"]),
                 split=draw.random() < 0.5, overwrites=tuple(over), random=draw.random() < 0.1,
-                once=draw.random() < 0.05, scratch=draw.choice([0, 0, 32, 300]), discarded=draw.choice([0, 0, 64]),
-                scratch_into=draw.choice([None, None, 0, 16, 400]),
+                must_run_once=draw.random() < 0.05, scratch=draw.choice([0, 0, 32, 300]),
+                discarded=draw.choice([0, 0, 64]), in_place_scratch=draw.choice([None, None, 0, 16, 400]),
             )
         )  # fmt: skip
         if extra and draw.random() < 0.5:
@@ -333,7 +335,7 @@ def random_graph(seed: int, ops: int = 8, *, hooks: bool = False, more_forms: bo
 def _remake(tape: Tape, draw: random.Random) -> None:
     """Ops whose first result is made again by another: of some of what they read, and of their other results."""
     for op in tape.ops:
-        if op.phase == "backward" or op.random or op.once or draw.random() < 0.6:
+        if op.phase == "backward" or op.random or op.must_run_once or draw.random() < 0.6:
             continue
         made, *others = op.makes
         read = sorted(draw.sample(op.reads, draw.randint(0 if others else 1, len(op.reads))))
@@ -342,9 +344,9 @@ def _remake(tape: Tape, draw: random.Random) -> None:
         alike = [v for v in read if tape.values[v].bytes == size and tape.values[v].kind == "result"]
         over = tuple(v for v in alike if draw.random() < 0.6)
         cheaper = replace(
-            op, target="aten.made_up_again.default", args=tuple(map(Ref, reads)), outputs=(made,), multiple=False,
+            op, target="aten.made_up_again.default", args=tuple(map(Ref, reads)), outputs=(made,), returns_tuple=False,
             reads=reads, makes=(made,), discarded=draw.choice([0, 0, 48]), scratch=draw.choice([0, 24, 250]),
-            overwrites=over, scratch_into=draw.choice([None, None, 8]), seconds=op.seconds / draw.randint(2, 9),
+            overwrites=over, in_place_scratch=draw.choice([None, None, 8]), seconds=op.seconds / draw.randint(2, 9),
         )  # fmt: skip
         tape.ops[op.index] = replace(op, cheaper_recompute=cheaper)
 
@@ -360,7 +362,9 @@ def _keep_parts(tape: Tape, draw: random.Random | None) -> None:
         half = tape.value("encoded", max(tape.values[value].bytes // 2, 1))
         also = tuple(sorted(draw.sample(op.reads, draw.randint(1, len(op.reads)))))
         seconds, store, fetch = draw.randint(1, 5) * 1e-4, draw.choice([0, 20, 300]), draw.choice([0, 20, 300])
-        tape.forms.append(SavedForm("part", value, half, "part", seconds, 3 * seconds, store, fetch, also_reads=also))
+        tape.forms.append(
+            SavedForm("part", value, half, "part", seconds, 3 * seconds, store, fetch, fetch_operands=also)
+        )
 
 
 def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:
@@ -370,7 +374,9 @@ def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:
             size = tape.values[op.makes[0]].bytes
             some = tuple(v for v in op.reads if tape.values[v].bytes == size and tape.values[v].kind == "result")
             scratch = draw.choice([0, 16])
-            tape.ops[op.index] = replace(op, overwrites=some, scratch=scratch, scratch_into=draw.choice([None, 0, 90]))
+            tape.ops[op.index] = replace(
+                op, overwrites=some, scratch=scratch, in_place_scratch=draw.choice([None, 0, 90])
+            )
     backward = [v.id for v in tape.values if v.op is not None and tape.ops[v.op].phase == "backward"]
     given = {of for of, _ in tape.gradients}
     for value in tape.values[:8]:
@@ -410,7 +416,7 @@ def may_follow(graph: JointGraph, ran: Collection[int]) -> list[GraphOp]:
     have an effect, if they do."""
     left = [op for op in graph.ops if op.phase == "backward" and op.index not in ran]
     missing = {value for op in left for value in op.makes}
-    fixed = [op.index for op in left if op.random or op.once]
+    fixed = [op.index for op in left if op.random or op.must_run_once]
     return [op for op in left if missing.isdisjoint(op.reads) and (op.index not in fixed or op.index == fixed[0])]
 
 

@@ -25,7 +25,7 @@ class Machine:
         self.graph, self.plan, self.outside_memory = graph, plan, outside_memory
         self.memory: dict[int, Any] = {v.id: ("given", v.id) for v in graph.values if self.is_resident(v)}
         held = [math.prod(v.shape) * 4 for v in graph.values if v.id in dict(graph.gradients) and v.kind == "parameter"]
-        self.base = outside_memory.held_bytes + sum(held) * plan.choices.gradients.adds
+        self.base = outside_memory.held_bytes + sum(held) * plan.choices.gradients.accumulates
         self.copies = self.peak = self.draws = 0
         self.effects: list[int] = []
         self.theirs: list[int] = []
@@ -53,7 +53,7 @@ class Machine:
                     raise Wrong(f"{action}: {error!r}") from None
             if self.underway:
                 raise Wrong("a pass ends, and something is still copied")
-        self.count(0 if self.plan.choices.gradients.updates else self.outside_memory.update)
+        self.count(0 if self.plan.choices.gradients.updates_early else self.outside_memory.update_bytes)
 
     def count(self, transient: int) -> None:
         live = sum(self.graph.values[value].bytes for value in self.memory)
@@ -70,26 +70,26 @@ class Machine:
         op = first = self.graph.ops[-1 if action.op is None else action.op]
         if action.recomputed and op.cheaper_recompute is not None:
             op = op.cheaper_recompute
-        form = None if action.form is None else self.graph.form[action.form]
+        form = None if action.encoding is None else self.graph.form_by_encoded[action.encoding]
         seen = {value: self.memory[value] for value in op.reads if form is None or value != form.value}
-        in_place = action.into is not None and op.scratch_into is not None
-        scratch = op.scratch_into if in_place else op.scratch
+        in_place = action.overwritten is not None and op.in_place_scratch is not None
+        scratch = op.in_place_scratch if in_place else op.scratch
         if form is not None:
-            scratch = form.direct_scratch
-            if op.index not in form.direct:
+            scratch = form.direct_reader_scratch
+            if op.index not in form.direct_readers:
                 raise Wrong(f"{op.index} has no kernel for the kept form")
             seen[form.value] = self.fetched(form)
         if op.random:
             self.draws += 1
-        if op.once or op.random:
+        if op.must_run_once or op.random:
             self.effects.append(op.index)
         symbol = (op.index, self.draws * op.random, *(seen[value] for value in op.reads))
-        if action.into is not None:
-            if action.into not in op.overwrites or self.size(action.into) != self.size(op.makes[0]):
-                raise Wrong(f"{op.index} cannot work in the memory of {action.into}")
-            if self.graph.values[action.into].kind == "tangent" or action.makes[0] != op.makes[0]:
+        if action.overwritten is not None:
+            if action.overwritten not in op.overwrites or self.size(action.overwritten) != self.size(op.makes[0]):
+                raise Wrong(f"{op.index} cannot work in the memory of {action.overwritten}")
+            if self.graph.values[action.overwritten].kind == "tangent" or action.makes[0] != op.makes[0]:
                 raise Wrong("that memory is not for this")
-            del self.memory[action.into]
+            del self.memory[action.overwritten]
         for value in action.makes:
             if value in self.memory:
                 raise Wrong(f"{value} is there twice")
@@ -107,12 +107,12 @@ class Machine:
     def fetched(self, form: SavedForm) -> Any:
         """What a kept form stands for."""
         found = self.memory[form.encoded]
-        if found[0] != form.how:
+        if found[0] != form.codec:
             raise Wrong("this is no such form")
         return found[1]
 
     def form(self, action: Action) -> SavedForm:
-        found = self.graph.form[-1 if action.form is None else action.form]
+        found = self.graph.form_by_encoded[-1 if action.encoding is None else action.encoding]
         if found.value != action.value:
             raise Wrong("a form of another value")
         return found
@@ -123,16 +123,16 @@ class Machine:
             return self.begin(form.value, form.encoded)
         if form.encoded in self.memory:
             raise Wrong("stored twice")
-        self.memory[form.encoded] = (form.how, self.memory[form.value])
+        self.memory[form.encoded] = (form.codec, self.memory[form.value])
         self.count(form.store_scratch)
 
     def do_fetch(self, action: Action) -> None:
         form = self.form(action)
         if form.is_copied:
             return self.begin(form.encoded, form.value)
-        if not form.whole or form.value in self.memory:
+        if not form.can_restore_value or form.value in self.memory:
             raise Wrong("cannot be fetched")
-        if any(self.memory[value] != self.operands[value] for value in form.also_reads):
+        if any(self.memory[value] != self.operands[value] for value in form.fetch_operands):
             raise Wrong("fetched of other operands")
         self.memory[form.value] = self.fetched(form)
         self.count(form.fetch_scratch)
@@ -167,15 +167,15 @@ class Machine:
         if of.id in self.gradients:
             raise Wrong("given twice")
         self.gradients[of.id] = (action.source, self.memory[base])
-        early = self.plan.choices.gradients.updates and of.kind == "parameter"
-        held = self.plan.choices.gradients.adds and of.kind == "parameter"
-        copy = math.prod(of.shape) * 4 if action.copies else 0
+        early = self.plan.choices.gradients.updates_early and of.kind == "parameter"
+        held = self.plan.choices.gradients.accumulates and of.kind == "parameter"
+        copy = math.prod(of.shape) * 4 if action.returns_copy else 0
         self.count(copy + (self.outside_memory.update_by_parameter.get(of.id, 0) if early else 0))
         if early or of.hooked:
             self.memory[of.base] = ("updated", of.id)
         if not (early or held):
             self.copies += copy
-            if not action.copies:
+            if not action.returns_copy:
                 if base in self.theirs or values[base].kind not in ("result",) or base in self.graph.outputs:
                     raise Wrong("memory of others is given away")
                 self.theirs.append(base)
@@ -192,7 +192,7 @@ def straight(graph: JointGraph) -> Any:
     forward = [Action("run", op=op.index, makes=op.makes) for op in graph.forward_ops]
     backward = [Action("run", op=op.index, makes=op.makes) for op in graph.backward_ops]
     writes = [Action("write", value=target, source=source) for target, source in graph.mutations]
-    gives = [Action("give", value=of, source=gradient, copies=True) for of, gradient in graph.gradients]
+    gives = [Action("give", value=of, source=gradient, returns_copy=True) for of, gradient in graph.gradients]
     machine = Machine(
         graph,
         Schedule(graph, Choices(), (*forward,), (Action("receive"), *backward, *writes, *gives), ()),
@@ -210,7 +210,7 @@ def interpreted(graph: JointGraph, plan: Schedule, outside_memory: OutsideMemory
     machine.run()
     memory, gradients, effects = machine.results()
     wanted, right, once = straight(graph)
-    if plan.choices.gradients.updates:
+    if plan.choices.gradients.updates_early:
         trained = {of for of, _ in graph.gradients if graph.values[of].kind == "parameter"}
         wanted = {value: symbol for value, symbol in wanted.items() if value not in trained}
     if memory != wanted or gradients != right or effects != once:

@@ -14,7 +14,7 @@ from planning.graphs import random_graph
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 
@@ -71,7 +71,7 @@ class Rules:
 
     def _decide(self) -> None:
         """kept[v]; again[v, slot]: in which slot it is made again."""
-        free = recomputable(self.graph)
+        free = recomputable_values(self.graph)
         self.kept = {v: self.variable(integer=True, least=0.0 if v in free else 1.0) for v in self.values}
         self.recomputes = {(v, s): self.variable(integer=True) for v in self.values for s in range(self.slots)}
         self.users: dict[int, list[int]] = defaultdict(list)
@@ -142,7 +142,7 @@ class Rules:
                 before.append(level)
                 during.append(level + sum(self.bytes[v] for v in op.makes) + op.discarded + op.scratch)
             level += sum(self.bytes[v] for v in action.makes)
-            if action.kind == "give" and action.copies and action.value is not None:
+            if action.kind == "give" and action.returns_copy and action.value is not None:
                 level += self.bytes[action.value]
             if action.kind != "run":
                 self.levels.append((total.get((len(before), 0), {}), level))

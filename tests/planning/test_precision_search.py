@@ -147,9 +147,11 @@ def test_a_card_without_bfloat16_computes_in_float16_and_says_what_that_needs() 
 def test_under_autocast_only_what_is_saved_is_left_to_lose() -> None:
     settings = Settings(allow="lossy")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert {one.compute for one in precision_search.tiers(net(), settings)} == {""}
-    assert next(precision_search.tiers(net(), settings)) == EXACT
-    assert EXACT not in precision_search.tiers(net(), Settings(allow="lossy", excluded_precisions=(EXACT,)))
+        assert {one.compute for one in precision_search.allowed_precisions(net(), settings)} == {""}
+    assert next(precision_search.allowed_precisions(net(), settings)) == EXACT
+    assert EXACT not in precision_search.allowed_precisions(
+        net(), Settings(allow="lossy", excluded_precisions=(EXACT,))
+    )
 
 
 @pytest.mark.slow
@@ -187,7 +189,10 @@ class Block(nn.Module):
 
 
 def test_fused_kernels_have_the_same_kinds_to_choose_from() -> None:
-    kinds = {engine: list(precision_search.tiers(net(), Settings(engine=engine, allow="lossy"))) for engine in ENGINES}
+    kinds = {
+        engine: list(precision_search.allowed_precisions(net(), Settings(engine=engine, allow="lossy")))
+        for engine in ENGINES
+    }
     assert kinds["inductor"][:3] == [EXACT, Precision("bfloat16", whole=True), Precision("bfloat16")]
     assert {*kinds["inductor"]} - {*kinds["graph"]} == {*kinds["inductor"][1:3]}
 

@@ -76,12 +76,12 @@ def test_hot_ops_are_above_the_target(stem: Captured) -> None:
     live, peak = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "input", "constant")}, 0
     for action in (*kept.forward, *kept.backward):
         live |= set(action.makes)
-        scratch = 0 if action.op is None or action.into is not None else graph.ops[action.op].scratch
+        scratch = 0 if action.op is None or action.overwritten is not None else graph.ops[action.op].scratch
         discarded = 0 if action.op is None else graph.ops[action.op].discarded
         peak = max(peak, sum(graph.values[value].bytes for value in live) + scratch + discarded)
         live -= set(action.frees)
-        if action.into is not None:
-            live.discard(action.into)
+        if action.overwritten is not None:
+            live.discard(action.overwritten)
     assert highest.level == pytest.approx(peak, rel=0.05)
     assert all(
         hot.level > highest.level - 1 for hot in over_budget_ops(graph, kept, OutsideMemory(), highest.level - 1)
@@ -93,11 +93,11 @@ def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: 
     """The choice lowers the level; beside a tile, it is none or one that takes the tile in."""
     graph, segments = with_costs(stem.graph, how="roofline"), segments_of(stem)
     hot = over_budget_ops(graph, schedule(graph, Choices()), OutsideMemory(), 0)[0]
-    tile = segments.around(hot, hot.level // 2, [], 2.0)
+    tile = segments.tile_around(hot, hot.level // 2, [], 2.0)
     assert tile is not None
     assert tile.first <= hot.call <= tile.last
     assert tile.first not in stem.in_place_calls
-    other = segments.around(hot, hot.level // 2, [tile], 2.0)
+    other = segments.tile_around(hot, hot.level // 2, [tile], 2.0)
     assert other is None or (other.first <= tile.first and tile.last <= other.last)
 
 
@@ -111,12 +111,12 @@ def test_levels_are_the_calls_on_the_largest_tensors() -> None:
     (first,), (up_0,), (up_1,) = calls.values()
     joins = [op.call for op in graph.forward_ops if op.layer == "join.1"]
     loss = max(segments.calls)
-    outer = segments.next_level((), budget=1 << 30)
+    outer = segments.with_next_level((), budget=1 << 30)
     assert [(t.first, t.last, t.repeats) for t in outer] == [(first, pools[0], ()), (up_0, loss, (first,))]
     second = next(op.call for op in graph.forward_ops if op.layer == "down.1")
-    both = segments.next_level(outer, budget=1 << 30)
+    both = segments.with_next_level(outer, budget=1 << 30)
     inner = [(second, pools[1], ()), (up_1, joins[-1], (second,))]
     assert [(t.first, t.last, t.repeats) for t in both] == [
         (first, pools[0], ()), *inner, (up_0, loss, (first,)),
     ]  # fmt: skip
-    assert segments.next_level(outer, budget=1 << 10)[0].pieces == outer[0].pieces  # what is there stays
+    assert segments.with_next_level(outer, budget=1 << 10)[0].pieces == outer[0].pieces  # what is there stays

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from memplan import _torch
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import Call
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
@@ -141,13 +141,13 @@ def nothing(_: JointGraph) -> frozenset[int]:
 
 
 def half(graph: JointGraph) -> frozenset[int]:
-    return frozenset(sorted(recomputable(graph))[::2])
+    return frozenset(sorted(recomputable_values(graph))[::2])
 
 
 CHOICES: dict[str, Callable[[JointGraph], Choices]] = {
     "all kept": lambda _: Choices(),
     "half dropped": lambda graph: Choices(recompute=half(graph)),
-    "all dropped": lambda graph: Choices(recompute=recomputable(graph)),
+    "all dropped": lambda graph: Choices(recompute=recomputable_values(graph)),
     "encoded": lambda graph: Choices(saved_forms=frozenset((form.lever, form.value) for form in graph.forms)),
 }
 
@@ -163,7 +163,7 @@ def planner_of(model: nn.Module, choose: Callable[[JointGraph], Choices]) -> Cal
     def planned(call: Call, held: bool) -> Planned:
         captured = capture(model, call)
         return Planned(
-            captured, schedule(captured.graph, replace(choose(captured.graph), gradients=GradientUse(adds=held)))
+            captured, schedule(captured.graph, replace(choose(captured.graph), gradients=GradientUse(accumulates=held)))
         )
 
     return planned

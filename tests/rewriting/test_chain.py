@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from memplan.errors import BackwardError, MemplanError
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.schedule.actions import Choices
 
 
@@ -90,7 +90,7 @@ def test_a_kept_graph_is_not_written_over() -> None:
     model = copy.deepcopy(reference)
 
     def tanhs(graph: JointGraph) -> Choices:
-        again = (v for v in recomputable(graph) if graph.maker[v].target == "aten.tanh.default")
+        again = (v for v in recomputable_values(graph) if graph.maker[v].target == "aten.tanh.default")
         return Choices(recompute=frozenset(again))
 
     plan = installed(model, tanhs)

@@ -19,7 +19,7 @@ from truth.cpu_allocator import allocations, peak_of
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
-from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.graph.joint_graph import recomputable_values
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
@@ -84,7 +84,7 @@ def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
     step, call, captured = captured_step(name)
     step.zero_grad()
     graph = captured.graph
-    made = schedule(graph, replace(CHOICES[choice](graph), gradients=GradientUse(adds=held)))
+    made = schedule(graph, replace(CHOICES[choice](graph), gradients=GradientUse(accumulates=held)))
     engine = Engine(captured, made)
 
     def run() -> None:
@@ -99,6 +99,6 @@ def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
     if held:
         resident += sum(parameter.grad.nbytes for parameter in step.parameters() if parameter.grad is not None)
     predicted = levels(made).peak - resident
-    assert recomputable(graph)
+    assert recomputable_values(graph)
     assert measured == pytest.approx(predicted, rel=0.01)
     assert measured <= predicted + 4096  # oneDNN's small buffers differ from processor to processor

@@ -14,10 +14,10 @@ from torch import nn
 from memplan.devices import find
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import Call
-from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.graph.joint_graph import recomputable_values
 from memplan.planning.levers.lever import GradientUse, Situation
 from memplan.planning.levers.offload import Offload
-from memplan.planning.levers.registry import offered
+from memplan.planning.levers.registry import with_encodings_of
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.validation.validate import validate
@@ -30,9 +30,11 @@ def offloaded(model: nn.Module) -> list[int]:
 
     def planned(call: Call, held: bool) -> Any:
         captured = capture(model, call)
-        graph = offered(captured.graph, Situation(card=find("rtx4090")), [Offload(least=64)])
+        graph = with_encodings_of(
+            captured.graph, Situation(card=find("rtx4090")), [Offload(smallest_offloaded_bytes=64)]
+        )
         away = frozenset((one.lever, one.value) for one in graph.forms_by("offload")[::2])
-        made = schedule(graph, Choices(recomputable(graph), away, GradientUse(adds=held)))
+        made = schedule(graph, Choices(recomputable_values(graph), away, GradientUse(accumulates=held)))
         validate(graph, made)
         counts.append(sum(action.kind == "fetch" for action in made.backward))
         return Planned(captured, made)

@@ -39,7 +39,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def planned(model: nn.Module) -> Any:
     def plan(call: Call, held: bool) -> Planned:
         captured = capture(model, call)
-        return Planned(captured, schedule(captured.graph, Choices(gradients=GradientUse(updates=True, adds=held))))
+        return Planned(
+            captured, schedule(captured.graph, Choices(gradients=GradientUse(updates_early=True, accumulates=held)))
+        )
 
     return install(model, plan)
 

@@ -85,10 +85,10 @@ def test_seconds_of_a_product_and_a_sum() -> None:
     found = step_time(memplan.record(build, device="cpu", steps=1), CPU)
     assert found is not None
     read, made = 4 * (256 * 512 + 512 * 128), 4 * 256 * 128
-    flops, rate = 2 * 256 * 512 * 128, dict(CPU.flops)["float32"]
-    product = max(flops / rate, (read + made) / CPU.bandwidth) + CPU.call
+    flops, rate = 2 * 256 * 512 * 128, dict(CPU.flops_per_second)["float32"]
+    product = max(flops / rate, (read + made) / CPU.bandwidth) + CPU.call_seconds
     assert found.bytes == read + made + 2 * made
-    assert found.seconds == pytest.approx(product + 2 * made / CPU.bandwidth + CPU.call, rel=1e-12)
+    assert found.seconds == pytest.approx(product + 2 * made / CPU.bandwidth + CPU.call_seconds, rel=1e-12)
 
 
 def test_views_take_no_time() -> None:

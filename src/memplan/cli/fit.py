@@ -414,7 +414,7 @@ def _frontier(
 
     plan_keywords = {name: option for name, option in options.items() if name != "early"}
     plan_options = PlanOptions(
-        device=arguments.device, gradients=GradientUse(updates=options.get("early", False)),
+        device=arguments.device, gradients=GradientUse(updates_early=options.get("early", False)),
         host_memory=not isinstance(model, nn.Module), **plan_keywords,
     )  # fmt: skip
     checked = request(model, described.options, plan_options, fake=True)

@@ -15,7 +15,7 @@ from torch import nn
 from memplan._json import Written
 from memplan.devices.boards import Bank, Board
 from memplan.errors import BudgetError, InputError
-from memplan.exporting.device_plan import Narrow, Stored, largest_input, planned_step, state_and_inputs
+from memplan.exporting.device_plan import StorageOptions, WeightType, largest_input, planned_step, state_and_inputs
 from memplan.exporting.export import captured_passes, device_copy, train_only
 from memplan.exporting.frozen_int8 import Int8Step, calibration_samples, int8_step
 from memplan.exporting.int8_training import check_rules
@@ -63,13 +63,13 @@ class TrainedPart:
     lacks: str
     """What there is not enough of, SRAM or flash, or why weights cannot be in eight bits: then RAM is not known, and 0.
     Empty if it fits."""
-    trained_weights: Narrow = "float32"
+    trained_weights: WeightType = "float32"
     """Type of the trained weights."""
     constants: int = 0
     """Bytes of constants in SRAM: weights and tables, if the board copies them there."""
     input_in_arena: bool = False
     """Whether the largest input lies in the arena: then `inputs` are those besides."""
-    frozen_layers: Narrow = "float32"
+    frozen_layers: WeightType = "float32"
     """How layers before the first trained one compute."""
     frozen_error: str = ""
     """What eight bits do to these layers and to the loss on the calibration data; empty in float32."""
@@ -132,7 +132,7 @@ class BoardFit(Written):
 
 def fit_on_board(
     model: Any, step: StepOptions, board: Board, *, reserve: int = 0, gradients: Gradients | None = None,
-    normalization: Normalization | None = None, trained_weights: Narrow = "float32", calibrate: Any = None,
+    normalization: Normalization | None = None, trained_weights: WeightType = "float32", calibrate: Any = None,
 ) -> BoardFit:  # fmt: skip
     """Plan steps that train all layers of a model, its last ones, biases and head, and the head alone.
 
@@ -217,11 +217,11 @@ def _placings(banks: Sequence[Bank], sizes: Collection[int]) -> Iterator[tuple[t
 class _Savings:
     """What makes the step of a part smaller."""
 
-    trained: Narrow = "float32"
+    trained: WeightType = "float32"
     """Type of the trained weights."""
     input: str = ""
     """Position, as a text, of the input that lies in the arena; empty if none does."""
-    frozen: Narrow = "float32"
+    frozen: WeightType = "float32"
     """How layers before the first trained one compute."""
 
 
@@ -235,12 +235,12 @@ class _Variant:
     captured: CapturedStep
     infer: CapturedStep
     rules: UpdateRules
-    stored: Stored
+    stored: StorageOptions
     frozen_error: str = ""
     """What eight bits do to the frozen layers; empty if there are none in eight bits."""
 
     @property
-    def arguments(self) -> tuple[CapturedStep, CapturedStep, UpdateRules, Stored]:
+    def arguments(self) -> tuple[CapturedStep, CapturedStep, UpdateRules, StorageOptions]:
         """What `planned_step` takes after the request."""
         return self.captured, self.infer, self.rules, self.stored
 
@@ -387,9 +387,9 @@ class _Study:
         except BudgetError as error:
             arena = error.smallest_budget - state - inputs
             return replace(part, ram=outside_arena + arena, arena=arena, banks={}, flash=None, code=None, lacks="SRAM")
-        banks = placed(self.board.banks, {"arena": layout.arena, **fixed})
-        part = replace(part, ram=layout.arena + outside_arena, arena=layout.arena, banks=banks)
-        flash = layout.memory.flash + layout.constants
+        banks = placed(self.board.banks, {"arena": layout.arena_bytes, **fixed})
+        part = replace(part, ram=layout.arena_bytes + outside_arena, arena=layout.arena_bytes, banks=banks)
+        flash = layout.memory.flash_bytes + layout.constant_bytes
         if self.board.constants_in_sram:
             flash = constants_bytes(layout, INT_OF_AVR)
         compiled = flash_bytes(self.board.core, layout)  # None without the cross compiler: the code is not counted
@@ -401,11 +401,13 @@ class _Study:
         """Return the captured passes of a step that trains parameters of these names, its rules, and where its weights
         lie."""
         rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
-        stored = Stored(trained=savings.trained, arena_apart=len(self.board.banks) > 1, arena_input=savings.input)
+        stored = StorageOptions(
+            trained_type=savings.trained, separate_arena=len(self.board.banks) > 1, arena_input=savings.input
+        )
         if savings.frozen == "int8":
             in_int8 = self._int8_step(tuple(paths))
             if in_int8 is not None:
-                return _Variant(*in_int8.captured, rules, stored, str(in_int8.report))
+                return _Variant(*in_int8.int8_passes, rules, stored, str(in_int8.report))
         graph = self.captured.graph
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         captured = replace(self.captured, graph=replace(graph, gradients=gradients))

@@ -14,8 +14,14 @@ from memplan.errors import BudgetError, InputError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
-from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
-from memplan.exporting.kernels.frozen_weights import LARGEST, Quantized, quantized, readable, trainable
+from memplan.exporting.fused_updates import parameters_worth_fusing, with_fused_updates
+from memplan.exporting.kernels.frozen_weights import (
+    LARGEST_INT8,
+    Quantized,
+    parameters_readable_in_int8,
+    quantized,
+    trainable,
+)
 from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.arena_input import IN_ARENA
 from memplan.exporting.lowering.device_graph import WORD, DeviceGraph
@@ -27,15 +33,15 @@ from memplan.exporting.source.step_layout import (
     Pass,
     PersistentTensor,
     StepLayout,
-    laid_out,
+    one_after_another,
     state_members,
     tensors_of,
 )
 from memplan.exporting.step_outputs import CapturedStep
-from memplan.exporting.tiling.tilings import USUAL, tilings
+from memplan.exporting.tiling.tilings import USUAL_OP_LIMIT, tilings
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.request import Request
 from memplan.planning.schedule.actions import Choices
@@ -44,11 +50,11 @@ from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.search import Heuristics, Search, Solution
 from memplan.planning.validation.validate import validate
 
-PLACINGS = 60_000
+PLACEMENT_LIMIT = 60_000
 """Buffer placements without a smaller arena after which the local search for offsets ends."""
 QUICK = Heuristics(pairs=False, shakes=0)
 """A quick search, for steps whose many values are in groups of channels."""
-Narrow = Literal["float32", "int8"]
+WeightType = Literal["float32", "int8"]
 HEADROOM = 1.25
 """Range of a weight that is trained in eight bits, over its largest magnitude at export, for each output channel: over
 five seeds of two trainings accuracies were those of 1, and fewer weights stood at their bounds (docs/export.md)."""
@@ -58,16 +64,16 @@ Inputs = Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StorageOptions:
     """Where weights and arena lie."""
 
-    frozen: Narrow = "float32"
+    frozen_type: WeightType = "float32"
     """Type of the frozen weights, where kernels can read it."""
-    trained: Narrow = "float32"
+    trained_type: WeightType = "float32"
     """Type of the trained weights, likewise."""
-    file: bool = False
+    in_weights_file: bool = False
     """Whether weights are in a file instead of the program."""
-    arena_apart: bool = False
+    separate_arena: bool = False
     """Whether the caller gives memory for the arena besides that of the state."""
     arena_input: str = ""
     """Position, as a text, of the input that lies in the arena; empty if none does."""
@@ -75,7 +81,7 @@ class Stored:
     @property
     def pointers(self) -> int:
         """Number of pointers in the state."""
-        return self.file + self.arena_apart
+        return self.in_weights_file + self.separate_arena
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,18 @@ class DevicePlan:
     """Both passes of an export, with the memory that they take."""
 
     layout: StepLayout
-    surroundings: OutsideMemory
+    outside_memory: OutsideMemory
     """RAM besides the graph's values: optimizer state and counters."""
-    levers: tuple[tuple[str, int], ...]
+    lever_peaks: tuple[tuple[str, int], ...]
     """The memory techniques, each on top of those before, with the most bytes of the arena then live."""
-    smallest: int
+    smallest_bytes: int
     """Bytes of RAM of the smallest plan."""
     could_be_int8: tuple[PersistentTensor, ...]
     """Frozen weights in float32 that kernels could read as int8."""
 
 
 def planned_step(
-    name: str, request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
+    name: str, request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: StorageOptions
 ) -> DevicePlan:
     """Plan both passes of an export within the budget of the request.
 
@@ -123,25 +129,35 @@ def planned_step(
         error = budget_error(infer_pass.schedule, surroundings, request.bytes)
         raise _for_device(error.but(smallest_budget=infer_bytes))
     layout = StepLayout(
-        name, memory, rules, step, infer_pass, captured.outputs, infer.outputs, stored.file, stored.arena_apart
+        name,
+        memory,
+        rules,
+        step,
+        infer_pass,
+        captured.outputs,
+        infer.outputs,
+        stored.in_weights_file,
+        stored.separate_arena,
     )
     peaks = _peaks(device, tiles, surroundings, use)
     levers = tuple((technique, peak - outside_arena) for technique, peak in peaks)
-    readable_in_int8 = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
+    readable_in_int8 = parameters_readable_in_int8(
+        (device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen)
+    )
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in readable_in_int8)
     return DevicePlan(layout, surroundings, levers, min(tile.ram for tile in tiles), could_be_int8)
 
 
 def _lowered_passes(
-    request: Request, captured: CapturedStep, infer: CapturedStep, stored: Stored
+    request: Request, captured: CapturedStep, infer: CapturedStep, stored: StorageOptions
 ) -> tuple[DeviceGraph, DeviceGraph, Memory]:
     """Return the step and the inference pass in the device's kernels, and the tensors that both read."""
     graph = captured.graph
     trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
-    device = lowered(graph, captured.constants, trained, captured.written, stored.arena_input)
+    device = lowered(graph, captured.constants, trained, captured.returned_values, stored.arena_input)
     paths = {graph.values[parameter].path for parameter in trained}
     infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
-    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written, stored.arena_input)
+    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.returned_values, stored.arena_input)
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
     in_int8 = {tensor.path for tensor in memory.trained_int8}
     return _with_int8(device, in_int8), _with_int8(infer_device, in_int8), memory
@@ -157,14 +173,14 @@ def _with_int8(device: DeviceGraph, paths: Collection[str]) -> DeviceGraph:
 
 
 def state_and_inputs(
-    request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
+    request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: StorageOptions
 ) -> tuple[int, int, int]:
     """Return the bytes of the state struct without the arena, of the inputs, and of the weights in flash: they are the
     same in all plans. Arguments are those of `planned_step`."""
     device, _, memory = _lowered_passes(request, captured, infer, stored)
     state = 4 * (sum(count for _, count in state_members(memory, rules)) + stored.pointers)
     inputs = sum(value.bytes for value in device.graph.values if value.kind == "input")
-    return state, inputs, memory.flash
+    return state, inputs, memory.flash_bytes
 
 
 def _peaks(
@@ -175,10 +191,10 @@ def _peaks(
     def peak(variant: DeviceGraph, **choices: Any) -> int:
         return levels(schedule(variant.graph, Choices(**choices)), surroundings).peak
 
-    late_update = use if use.adds else STAYS  # gradients that are added up have no earlier use
+    late_update = use if use.accumulates else KEPT_UNTIL_UPDATE  # gradients that are added up have no earlier use
     yield "everything kept, gradients until the update", peak(device, in_place=False, gradients=late_update)
     yield "results in the place of what dies", peak(device, gradients=late_update)
-    if use.updates:
+    if use.updates_early:
         yield "each weight updated as its gradient is made", peak(device, gradients=use)
     yield "element by element, where that takes less", peak(tiles[0].device, gradients=use)
     yield "results recomputed, signs as bits: at most", tiles[0].least_live
@@ -186,17 +202,17 @@ def _peaks(
         yield "a few channels of large values at a time: at most", tiles[-1].least_live
 
 
-def _outside_memory(trained: int, rules: UpdateRules, stored: Stored, padding: int = 0) -> OutsideMemory:
+def _outside_memory(trained: int, rules: UpdateRules, stored: StorageOptions, padding: int = 0) -> OutsideMemory:
     """Return the RAM besides the graph's values and gradients that stay until the update.
 
     It has ``padding`` bytes and, each of 4 bytes, the elements of the optimizer's state of ``trained`` weights, its
     counters, and the pointers to weights and arena stored elsewhere.
     """
-    words = trained * len(rules.arrays) + rules.numbers + stored.pointers
-    return OutsideMemory(state=WORD * words + padding)
+    words = trained * len(rules.arrays) + rules.counters_and_factors + stored.pointers
+    return OutsideMemory(state_bytes=WORD * words + padding)
 
 
-def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
+def ram_by_trained_set(captured: CapturedStep, rules: UpdateRules, stored: StorageOptions) -> Callable[..., int]:
     """Return a function that gives the bytes of RAM of a step that trains only some of the parameters.
 
     Its arguments are the names of these parameters, and whether to search with all memory techniques. The bytes are
@@ -208,8 +224,8 @@ def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         trained = {parameter: True for parameter, _ in gradients}
         reduced = replace(graph, gradients=gradients)
-        device = lowered(reduced, captured.constants, trained, captured.written, stored.arena_input)
-        fused = with_fused_updates(device, worth_fusing(device.graph, use), use)
+        device = lowered(reduced, captured.constants, trained, captured.returned_values, stored.arena_input)
+        fused = with_fused_updates(device, parameters_worth_fusing(device.graph, use), use)
         weights = sum(math.prod(graph.values[parameter].shape) for parameter in trained)
         outside_memory = _outside_memory(weights, rules, stored)
         if all_techniques:
@@ -248,7 +264,7 @@ def _step_within(
     tiles = list[_TiledStep]()
     for tiled in tilings(device, use):
         has_pass = any(tile.fastest is not None for tile in tiles)
-        if has_pass and len(tiled.graph.ops) > USUAL:
+        if has_pass and len(tiled.graph.ops) > USUAL_OP_LIMIT:
             break
         search = Search(tiled.graph, surroundings, gradients=use, heuristics=QUICK if tiles else None)
         if tiles and search.floor_peak >= tiles[-1].least_live:
@@ -287,7 +303,7 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
 def _infer_pass(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
     """Return the pass of the model without loss in the coarsest tiling that fits the step's arena, or the smallest."""
     best: Pass | None = None
-    for tiled in tilings(device, STAYS):
+    for tiled in tilings(device, KEPT_UNTIL_UPDATE):
         infer = _placed_pass(tiled, schedule(tiled.graph, Choices()), inputs)
         if best is None or infer.placement.bytes < best.placement.bytes:
             best = infer
@@ -308,7 +324,9 @@ def _for_device(error: BudgetError) -> BudgetError:
 def _placed_pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
     """Return the pass of a schedule, with the offsets of its buffers chosen and checked."""
     lives = lifetimes(order)
-    placement = choose_offsets(lives.buffers, lives.peak, rounds=min(ROUNDS, PLACINGS // (len(lives.buffers) + 1)))
+    placement = choose_offsets(
+        lives.buffers, lives.peak_bytes, rounds=min(ROUNDS, PLACEMENT_LIMIT // (len(lives.buffers) + 1))
+    )
     check_offsets(lives.buffers, placement.offsets, placement.bytes)
     _check_fused(device, order)
     arguments = {value.id: inputs[int(value.path)] for value in device.graph.values if value.kind == "input"}
@@ -317,13 +335,13 @@ def _placed_pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
 
 def _check_fused(device: DeviceGraph, order: Schedule) -> None:
     """Assert that no weight is read after its fused update, where gradients are not added up."""
-    if order.choices.gradients.adds:
+    if order.choices.gradients.accumulates:
         return
     parameter_of = {device.graph.base(gradient): parameter for parameter, gradient in device.graph.gradients}
     updated = set[int]()
     for action in (*order.forward, *order.backward):
         assert updated.isdisjoint(action.reads), "a weight is read after its update"
-        updated |= {parameter_of[value] for value in action.makes if value in device.fused}
+        updated |= {parameter_of[value] for value in action.makes if value in device.fused_gradients}
 
 
 def largest_input(request: Request) -> str:
@@ -358,7 +376,7 @@ def _argument_names(request: Request) -> dict[int, str]:
     return dict(enumerate(names))
 
 
-def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: Stored) -> Memory:
+def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: StorageOptions) -> Memory:
     """Lay out the parameters and buffers that the graphs read or change; the first graph is the step's."""
     step = graphs[0]
     read = {value.path for graph in graphs for op in graph.ops for base in op.reads
@@ -369,18 +387,20 @@ def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str],
     shapes = {path: tuple(tensors[path].shape) for path in order}
     frozen = [path for path in order if path not in trained and path not in changed]
     values = {path: tensors[path].detach().numpy().astype(np.float32) for path in order}
-    frozen_in_int8 = readable(graphs, frozen) if stored.frozen == "int8" else set()
-    trained_in_int8 = readable(graphs, trained) if stored.trained == "int8" else set()
+    frozen_in_int8 = parameters_readable_in_int8(graphs, frozen) if stored.frozen_type == "int8" else set()
+    trained_in_int8 = parameters_readable_in_int8(graphs, trained) if stored.trained_type == "int8" else set()
     frozen_int8 = {path: quantized(values[path]) for path in frozen if path in frozen_in_int8}
     trained_int8 = {path: _trainable(path, values[path]) for path in order if path in trained_in_int8}
     return Memory(
-        trained=laid_out((path, shapes[path]) for path in order if path in trained and path not in trained_int8),
-        statistics=laid_out((path, shapes[path]) for path in order if path in changed),
-        frozen=laid_out((path, shapes[path]) for path in frozen if path not in frozen_int8),
-        values=values,
-        int8=laid_out((path, shapes[path]) for path in frozen_int8),
-        scales=laid_out((path, shapes[path][:1]) for path in (*frozen_int8, *trained_int8)),
-        trained_int8=laid_out((path, shapes[path]) for path in trained_int8),
+        trained=one_after_another(
+            (path, shapes[path]) for path in order if path in trained and path not in trained_int8
+        ),
+        statistics=one_after_another((path, shapes[path]) for path in order if path in changed),
+        frozen=one_after_another((path, shapes[path]) for path in frozen if path not in frozen_int8),
+        initial_values=values,
+        int8=one_after_another((path, shapes[path]) for path in frozen_int8),
+        scales=one_after_another((path, shapes[path][:1]) for path in (*frozen_int8, *trained_int8)),
+        trained_int8=one_after_another((path, shapes[path]) for path in trained_int8),
         quantized=frozen_int8 | trained_int8,
     )
 
@@ -394,7 +414,7 @@ def _trainable(path: str, weight: np.ndarray) -> Quantized:
         )  # fmt: skip
     largest, floats = float(np.abs(weight).max()), np.finfo(np.float32)
     # scales, `largest * HEADROOM / LARGEST_INT8`, have to be normal numbers
-    if not LARGEST * float(floats.tiny) <= largest * HEADROOM <= float(floats.max):
+    if not LARGEST_INT8 * float(floats.tiny) <= largest * HEADROOM <= float(floats.max):
         raise InputError(
             f"{path} has a largest magnitude of {largest:g}, and {HEADROOM:g} times that is no range of eight bits in "
             "float32", expected="weights of usual size",

@@ -21,15 +21,15 @@ from memplan.errors import InputError, RecordingError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import (
     DevicePlan,
-    Narrow,
-    Stored,
+    StorageOptions,
+    WeightType,
     largest_input,
     planned_step,
-    ram_of_updates,
+    ram_by_trained_set,
 )
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
-from memplan.exporting.folder import SHARED, prepared_folder, replace_files
+from memplan.exporting.folder import SHARED_FILE, prepared_folder, replace_files
 from memplan.exporting.frozen_int8 import Int8Step, int8_step
 from memplan.exporting.int8_training import check_any, check_rules, rounded_weights
 from memplan.exporting.lowering.recurrent_layers import recurrent_functions
@@ -65,7 +65,7 @@ class _Options:
 
     budget: Any
     name: str | None
-    stored: Stored
+    stored: StorageOptions
     flash: int | None
     """Bytes; None: no bound."""
     batches: Any
@@ -95,9 +95,9 @@ def export(
     folder: str | Path,
     name: str | None = None,
     search_update: Any = None,
-    frozen_weights: Narrow = "float32",
-    frozen_layers: Narrow = "float32",
-    trained_weights: Narrow = "float32",
+    frozen_weights: WeightType = "float32",
+    frozen_layers: WeightType = "float32",
+    trained_weights: WeightType = "float32",
     calibrate: Any = None,
     weights_file: bool = False,
     arena_apart: bool = False,
@@ -159,8 +159,8 @@ def export(
     flash_bytes = None if flash is None else parse_bytes(flash)
     types_of = {"frozen_weights": frozen_weights, "frozen_layers": frozen_layers, "trained_weights": trained_weights}
     for option, type in types_of.items():
-        if type not in get_args(Narrow):
-            types = " or ".join(map(repr, get_args(Narrow)))
+        if type not in get_args(WeightType):
+            types = " or ".join(map(repr, get_args(WeightType)))
             raise UsageError(f"{option}={type!r}", expected=types, do="Leave it out")
     if (frozen_layers == "int8") != (calibrate is not None):
         raise UsageError(
@@ -168,7 +168,7 @@ def export(
             expected="both, or neither: the ranges of activations are those on your data",
             do="Give frozen_layers='int8' and calibrate=[(x, y), ...] (--frozen-layers int8 --calibrate TARGET)",
         )
-    stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart)
+    stored = StorageOptions(frozen_weights, trained_weights, weights_file, arena_apart)
     options = _Options(
         budget, name, stored, flash=flash_bytes, batches=search_update, verify=verify, device=device, force=force,
         gradients=Gradients(accumulate, clip_norm, clip_value),
@@ -203,14 +203,14 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         original = model if isinstance(model, nn.Module) else copied
         plan, choice, int8 = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
-        if options.input_in_arena and plan.layout.in_arena is None:
+        if options.input_in_arena and plan.layout.arena_input is None:
             raise InputError(
                 "input_in_arena=True, and no op of the step reads the largest input",
                 expected="an input to compute with", do="Leave it out",
             )  # fmt: skip
-        if options.stored.trained == "int8":
+        if options.stored.trained_type == "int8":
             check_any(plan.layout.memory)
-        rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
+        rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen_type == "int8" else None
         # the model has rounded weights from here on; of those that are trained in int8: their elements in float32
         float_elements, int8_trained = rounded_weights(request, plan.layout.memory), None
         recorded = run_reference_steps(request, plan.layout, STEPS, int8)
@@ -247,19 +247,19 @@ def _planned(
 ) -> tuple[DevicePlan, UpdateChoice | None, Int8Step | None]:  # fmt: skip
     """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
     rules = update_rules(optimizer, request.model, original, options.gradients)
-    if options.stored.trained == "int8":
+    if options.stored.trained_type == "int8":
         check_rules(rules)
     train_only(request.model, rules.group_of)
     choice = None
     if options.batches is not None:
         # Capturing waits until the first set is planned: by then the batches are checked.
-        ram = cache(lambda: ram_of_updates(captured_passes(request)[0], rules, options.stored))
+        ram = cache(lambda: ram_by_trained_set(captured_passes(request)[0], rules, options.stored))
         choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
         train_only(request.model, [candidate.path for candidate in choice.trained])
         rules = update_rules(optimizer, request.model, original, options.gradients)
     passes = captured_passes(request)
     int8 = None if options.calibrate is None else int8_step(request, passes, options.calibrate)
-    passes = passes if int8 is None else int8.captured
+    passes = passes if int8 is None else int8.int8_passes
     return planned_step(name, request, *passes, rules, options.stored), choice, int8
 
 
@@ -277,7 +277,7 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
         f"{name}.h": companion_files.header_text(layout),
         **({} if layout.weights_file else {f"{name}_weights.h": weights_text(layout)}),
         f"test_{name}.c": companion_files.repeating_text(layout, recorded),
-        SHARED: companion_files.makefile_text(),
+        SHARED_FILE: companion_files.makefile_text(),
         f"{name}.json": companion_files.tensors_text(layout),
     }
     if layout.weights_file:

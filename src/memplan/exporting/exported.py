@@ -96,27 +96,27 @@ class Exported(Written, Displayed):
         # weights of integer layers are constants of the graph, not tensors of `Memory`
         integer_layer_weights = 0 if int8 is None else int8.weights
         # the error that says what a budget is too small for: here its list of owners alone is of use
-        peak_owners = budget_error(step.schedule, plan.surroundings, budget).held_by
+        peak_owners = budget_error(step.schedule, plan.outside_memory, budget).held_by
         return cls(
             name=layout.name,
             given_name=given_name,
             folder=folder,
             budget=budget,
-            arena=layout.arena,
-            live=step.lifetimes.peak,
-            state=layout.state,
+            arena=layout.arena_bytes,
+            live=step.lifetimes.peak_bytes,
+            state=layout.state_bytes,
             inputs=sum(value.bytes for value in graph.values if value.kind == "input"),
-            flash=memory.flash + layout.constants,
+            flash=memory.flash_bytes + layout.constant_bytes,
             trained=memory.elements("trained") + memory.elements("trained_int8"),
             frozen=memory.elements("frozen") + memory.elements("int8") + integer_layer_weights,
             recomputed=sum(action.recomputed for action in step.schedule.backward),
-            fused=len(step.device.fused),
-            smallest_budget=plan.smallest,
-            levers=plan.levers,
+            fused=len(step.device.fused_gradients),
+            smallest_budget=plan.smallest_bytes,
+            levers=plan.lever_peaks,
             held_by=tuple(owner for owner in peak_owners if owner.bytes),
-            timeline=timeline_of(step.schedule, plan.surroundings),
+            timeline=timeline_of(step.schedule, plan.outside_memory),
             byte_inputs=layout.byte_inputs,
-            in_arena=layout.in_arena,
+            in_arena=layout.arena_input,
             rounding=rounding,
             choice=choice,
             int8=int8,

@@ -24,8 +24,8 @@ def check_flash(plan: DevicePlan, bound: int | None, core: CortexRun | None = No
         BudgetError: it takes more; the message names the largest tensors, and what would reduce them.
     """
     layout = plan.layout
-    weights = 0 if layout.weights_file else layout.memory.flash
-    size = weights + layout.constants if core is None else core.text + core.rodata
+    weights = 0 if layout.weights_file else layout.memory.flash_bytes
+    size = weights + layout.constant_bytes if core is None else core.text + core.rodata
     if bound is None or size <= bound:
         return
     parts = f"the weights take {format_bytes(weights)}"

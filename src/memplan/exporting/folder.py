@@ -9,9 +9,9 @@ from pathlib import Path
 
 from memplan.errors import InputError
 
-MARK = "Written by memplan"
+README_MARK = "Written by memplan"
 """Stands in NAME.md, by which an export is known."""
-SHARED = "Makefile"
+SHARED_FILE = "Makefile"
 """The same for every export."""
 
 
@@ -51,7 +51,7 @@ def prepared_folder(folder: Path, name: str, force: bool) -> Path:
                 expected="a name whose files are no other export's",
                 do="Choose another name or folder",
             )
-    files_of_exports = {file for export in exports for file in files_of(export)} | ({SHARED} if exports else set())
+    files_of_exports = {file for export in exports for file in files_of(export)} | ({SHARED_FILE} if exports else set())
     foreign = sorted(files - files_of_exports)
     if foreign and not force:
         raise InputError(
@@ -66,7 +66,7 @@ def _is_export(folder: Path, name: str) -> bool:
     """Return whether a folder has the C file of an export, and its NAME.md with memplan's mark."""
     readme = folder / f"{name}.md"
     is_complete = readme.is_file() and (folder / f"{name}.c").is_file()
-    return is_complete and MARK in readme.read_text(encoding="utf-8", errors="replace")
+    return is_complete and README_MARK in readme.read_text(encoding="utf-8", errors="replace")
 
 
 def replace_files(folder: Path, name: str, contents: Mapping[str, str | bytes]) -> None:

@@ -18,7 +18,7 @@ from memplan._display import Printed
 from memplan._text import counted
 from memplan.errors import InputError, UsageError, VerificationError
 from memplan.exporting.int8.frozen_part import FrozenPart, float_values, frozen_part
-from memplan.exporting.int8.integer_layers import Integers, integer_layers, integer_values
+from memplan.exporting.int8.integer_layers import IntegerLayer, integer_layers, integer_values
 from memplan.exporting.int8.layers import Convolution, View
 from memplan.exporting.int8.rewriting import rewritten
 from memplan.exporting.source.step_layout import tensors_of
@@ -83,29 +83,29 @@ class Int8Frozen(Printed):
 class Int8Pass:
     """The frozen part of one pass, and its integers."""
 
-    part: FrozenPart
-    layers: tuple[Integers, ...]
+    frozen_part: FrozenPart
+    layers: tuple[IntegerLayer, ...]
     constants: Mapping[int, torch.Tensor]
     """Constant tensors of the captured graph, by value."""
 
-    def integers(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Integers, np.ndarray]]:
+    def integer_values(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[IntegerLayer, np.ndarray]]:
         """Yield each layer with its result in int8, for tensors of the step's call."""
-        values = self.part.graph.values
-        operands = {value for integers in self.layers for value in integers.layer.reads}
+        values = self.frozen_part.graph.values
+        operands = {value for integers in self.layers for value in integers.layer.operands}
         tensors = {value: self.input_of(value, inputs) for value in operands}
         arrays = {
             value: tensor.detach().contiguous().numpy() for value, tensor in tensors.items() if tensor is not None
         }
-        shapes = {integers.layer.out: values[integers.layer.out].shape for integers in self.layers}
+        shapes = {integers.layer.output: values[integers.layer.output].shape for integers in self.layers}
         return integer_values(self.layers, arrays, shapes)
 
     def input_of(self, value: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the tensor of a value that is an input or a view of one; None for what a layer computes."""
-        shape = self.part.graph.values[value].shape
-        base = self.part.graph.values[self.part.graph.base(value)]
+        shape = self.frozen_part.graph.values[value].shape
+        base = self.frozen_part.graph.values[self.frozen_part.graph.base(value)]
         return inputs[int(base.path)].reshape(shape) if base.kind == "input" else None
 
-    def floats(
+    def float_values(
         self, named: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32,
         replaced: Mapping[int, torch.Tensor] | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:  # fmt: skip
@@ -126,10 +126,10 @@ class Int8Pass:
             return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
 
         with torch.no_grad():
-            yield from float_values(self.part, tensor_of, dtype, replaced)
+            yield from float_values(self.frozen_part, tensor_of, dtype, replaced)
 
     @contextmanager
-    def replacing(
+    def int8_results_in_place(
         self, named: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> Iterator[None]:
         """Within this context a step of PyTorch reads what the device computes in eight bits.
@@ -138,15 +138,15 @@ class Int8Pass:
             VerificationError: PyTorch computes no such value.
         """
         device_results = {
-            integers.layer.out: torch.from_numpy(integers.type.floats(array)).to(dtype)
-            for integers, array in self.integers(inputs)
-            if integers.layer.out in self.part.borders
+            integers.layer.output: torch.from_numpy(integers.result_type.floats(array)).to(dtype)
+            for integers, array in self.integer_values(inputs)
+            if integers.layer.output in self.frozen_part.values_read_in_float32
         }
         # (what PyTorch computes, what it is to read instead). A view of a replaced result is equal to the device's
         # already, and needs no pair.
         replacements = [
             (tensor.clone(), device_result)
-            for value, tensor in self.floats(named, inputs, dtype, device_results)
+            for value, tensor in self.float_values(named, inputs, dtype, device_results)
             if (device_result := device_results.get(value)) is not None and not torch.equal(tensor, device_result)
         ]
         with _torch.ResultsReplaced(replacements) as mode:
@@ -165,7 +165,7 @@ class Int8Step:
     step: Int8Pass
     infer: Int8Pass
     report: Int8Frozen
-    captured: tuple[CapturedStep, CapturedStep] = field(repr=False)
+    int8_passes: tuple[CapturedStep, CapturedStep] = field(repr=False)
     """The captured passes with integer kernels."""
 
 
@@ -188,7 +188,7 @@ def int8_step(request: Request, passes: tuple[CapturedStep, CapturedStep], batch
     if not int8_pass.layers:
         return None
     report = _report(request, int8_pass, samples)
-    return Int8Step(int8_pass, int8_infer, report, captured=(int8_captured, int8_infer_captured))
+    return Int8Step(int8_pass, int8_infer, report, int8_passes=(int8_captured, int8_infer_captured))
 
 
 def _changed_buffers(graph: JointGraph) -> set[str]:
@@ -288,7 +288,7 @@ def _part(request: Request, captured: CapturedStep, unfrozen: set[str], among: A
     frozen |= captured.constants
     input_count = len(request.call.tensors) - device_step(request).targets  # targets are the last tensors
     inputs = [value.id for value in graph.values if value.kind == "input" and int(value.path) < input_count]
-    return frozen_part(graph, frozen, inputs, captured.written, among)
+    return frozen_part(graph, frozen, inputs, captured.returned_values, among)
 
 
 def _quantized(
@@ -298,8 +298,8 @@ def _quantized(
     float_pass, named = Int8Pass(part, (), captured.constants), tensors_of(request)
     ranges: dict[int, tuple[float, float]] = {}
     for inputs in samples:
-        read = [(value, float_pass.input_of(value, inputs)) for value in part.inputs]
-        for value, tensor in (*read, *float_pass.floats(named, inputs)):
+        read = [(value, float_pass.input_of(value, inputs)) for value in part.float_inputs]
+        for value, tensor in (*read, *float_pass.float_values(named, inputs)):
             if tensor is not None and tensor.is_floating_point() and tensor.numel():
                 low, high = ranges.get(value, (0.0, 0.0))  # a range contains 0
                 smallest, largest = tensor.aminmax()  # not a number if an element is, as what NumPy makes of it
@@ -315,28 +315,31 @@ def _report(request: Request, step: Int8Pass, samples: Sequence[tuple[torch.Tens
     named = tensors_of(request)
     squared_errors, squared_norms = defaultdict[int, float](float), defaultdict[int, float](float)
     for inputs in samples:
-        floats = dict(step.floats(named, inputs))
-        for integers, array in step.integers(inputs):
-            value = integers.layer.out
+        floats = dict(step.float_values(named, inputs))
+        for integers, array in step.integer_values(inputs):
+            value = integers.layer.output
             exact = floats[value].double().numpy()
-            squared_errors[value] += float(np.square(integers.type.floats(array).astype(np.float64) - exact).sum())
+            squared_errors[value] += float(
+                np.square(integers.result_type.floats(array).astype(np.float64) - exact).sum()
+            )
             squared_norms[value] += float(np.square(exact).sum())
     reports = dict[int, Int8Layer]()
     for integers in step.layers:
-        layer, result, before = integers.layer, integers.type, integers.before
-        norm = squared_norms[layer.out]
-        reports[layer.out] = Int8Layer(
+        layer, result, before = integers.layer, integers.result_type, integers.type_before_table
+        norm = squared_norms[layer.output]
+        reports[layer.output] = Int8Layer(
             layer.ops[-1].layer if layer.ops else "(input)", tuple(short(op.target).strip("_") for op in layer.ops),
-            scale=result.scale, zero=result.zero, before=None if before is result else (before.scale, before.zero),
-            error=(squared_errors[layer.out] / norm) ** 0.5 if norm else 0.0,
+            scale=result.scale, zero=result.zero_point,
+            before=None if before is result else (before.scale, before.zero_point),
+            error=(squared_errors[layer.output] / norm) ** 0.5 if norm else 0.0,
         )  # fmt: skip
-    views = {integers.layer.out for integers in step.layers if isinstance(integers.layer, View)}
+    views = {integers.layer.output for integers in step.layers if isinstance(integers.layer, View)}
     loss, int8_loss = _losses(request, step, samples)
     weights = [integers.layer.weight for integers in step.layers if isinstance(integers.layer, Convolution)]
     return Int8Frozen(
         layers=tuple(report for value, report in reports.items() if value not in views),
-        borders=tuple(reports[value] for value in step.part.borders),
-        stays=tuple(dict.fromkeys(map(str, step.part.stops))),
+        borders=tuple(reports[value] for value in step.frozen_part.values_read_in_float32),
+        stays=tuple(dict.fromkeys(map(str, step.frozen_part.float_ops))),
         weights=sum(weight.size for weight in weights), loss=loss, int8_loss=int8_loss,
     )  # fmt: skip
 
@@ -356,5 +359,5 @@ def _losses(request: Request, step: Int8Pass, samples: Sequence[tuple[torch.Tens
         return total / len(samples)
 
     in_float32 = mean_loss(lambda named, inputs: nullcontext())
-    in_int8 = mean_loss(lambda named, inputs: step.replacing(named, inputs, torch.float32))
+    in_int8 = mean_loss(lambda named, inputs: step.int8_results_in_place(named, inputs, torch.float32))
     return in_float32, in_int8

@@ -21,7 +21,7 @@ ELEMENT_BY_ELEMENT = (WEIGHT_GRADIENT, "aten.mm.default", "aten.embedding_dense_
 """Ops whose kernels can pass each element to an update as soon as it is complete."""
 
 
-def fusible(graph: JointGraph) -> dict[int, GraphOp]:
+def fusible_updates(graph: JointGraph) -> dict[int, GraphOp]:
     """Return the parameters whose updates can be fused, each with the op that computes its gradient.
 
     Only the update may read the gradient, and the gradient has the parameter's strides.
@@ -38,12 +38,12 @@ def fusible(graph: JointGraph) -> dict[int, GraphOp]:
     return makers
 
 
-def worth_fusing(graph: JointGraph, use: GradientUse) -> frozenset[int]:
+def parameters_worth_fusing(graph: JointGraph, use: GradientUse) -> frozenset[int]:
     """Return the parameters for which a fused update saves more bytes than it costs in longer lifetimes."""
     return frozenset(
         parameter
-        for parameter, op in fusible(graph).items()
-        if use.adds or graph.values[op.makes[0]].bytes > _cost_of_later_update(graph, parameter, op)
+        for parameter, op in fusible_updates(graph).items()
+        if use.accumulates or graph.values[op.makes[0]].bytes > _cost_of_later_update(graph, parameter, op)
     )
 
 
@@ -68,7 +68,7 @@ def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: Gr
     weight does not change, and they stay.
     """
     graph = device.graph
-    makers = {parameter: op for parameter, op in fusible(graph).items() if parameter in parameters}
+    makers = {parameter: op for parameter, op in fusible_updates(graph).items() if parameter in parameters}
     if not makers:
         return device
     moved_after: dict[int, list[GraphOp]] = {}
@@ -77,7 +77,7 @@ def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: Gr
     for parameter, maker in makers.items():
         # the op that computes the gradient, and the views of the gradient, which move with it
         group = [maker, *(op for op in graph.ops if op.is_view and maker.makes[0] in op.reads)]
-        readers = () if use.adds else graph.backward_ops
+        readers = () if use.accumulates else graph.backward_ops
         last_reader = max((op.index for op in readers if parameter in op.reads), default=-1)
         moved_after.setdefault(max(last_reader, maker.index), []).extend(group)
         moved_indices |= {op.index for op in group}
@@ -89,14 +89,14 @@ def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: Gr
             rebuild.add(op)
         for moved_op in moved_after.get(op.index, ()):
             rebuild.add(moved_op)
-    return replace(device, graph=_with_forms(rebuild.finished(), graph), fused=fused)
+    return replace(device, graph=_with_forms(rebuild.finished(), graph), fused_gradients=fused)
 
 
 def _with_forms(reordered: JointGraph, original: JointGraph) -> JointGraph:
     """Return the reordered graph with the saved forms of `original`, whose readers have new indices."""
     new_index = {op.outputs: op.index for op in reordered.ops}  # results do not change
     forms = tuple(
-        replace(form, direct=tuple(new_index[original.ops[reader].outputs] for reader in form.direct))
+        replace(form, direct_readers=tuple(new_index[original.ops[reader].outputs] for reader in form.direct_readers))
         for form in original.forms
     )
     return replace(reordered, forms=forms)

@@ -23,11 +23,11 @@ import torch
 from memplan._display import Printed
 from memplan._text import counted
 from memplan.errors import InputError
-from memplan.exporting.optimizer_rules import KINDS, UpdateRules
+from memplan.exporting.optimizer_rules import OPTIMIZER_KINDS, UpdateRules
 from memplan.exporting.source.step_layout import Memory, tensors_of
 from memplan.planning.request import Request
 
-LARGEST = 127
+LARGEST_INT8 = 127
 """Largest magnitude of a weight; -128 is not used."""
 DO = "Use optimizer='sgd:lr=0.01', or train in float32: leave out trained_weights='int8'"
 
@@ -86,7 +86,7 @@ def check_rules(rules: UpdateRules) -> None:
     Raises:
         InputError: it keeps numbers in float32 for each weight.
     """
-    reason, kind = "", KINDS.get(rules.kind, "") if isinstance(rules.kind, type) else ""
+    reason, kind = "", OPTIMIZER_KINDS.get(rules.kind, "") if isinstance(rules.kind, type) else ""
     if kind != "sgd":
         reason = f"{getattr(rules.kind, '__name__', rules.kind)} keeps moments in float32"
     elif rules.arrays:
@@ -130,28 +130,28 @@ def rounded_weights(request: Request, memory: Memory) -> dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Change:
+class Int8Update:
     """The update of one weight in one step."""
 
     name: str
-    before: np.ndarray
+    integers: np.ndarray
     """Integers before the update, in int64."""
-    change: np.ndarray
+    decrease: np.ndarray
     """What the update subtracts from them, before rounding, in float64."""
-    drawn: np.ndarray
+    random_fractions: np.ndarray
     """Random numbers from 0 to 1, in float64: they decide whether a fraction is rounded up."""
     scales: np.ndarray
     """Of the integers, in float64; it broadcasts with the others."""
 
-    def after(self, error: float | np.ndarray = 0.0) -> np.ndarray:
+    def integers_after(self, error: float | np.ndarray = 0.0) -> np.ndarray:
         """Return the integers after the update if it subtracted `error` less. `error` is in steps of the integers."""
-        updated = self.before + np.floor(self.drawn - self.change + error).astype(np.int64)
-        return np.clip(updated, -LARGEST, LARGEST)
+        updated = self.integers + np.floor(self.random_fractions - self.decrease + error).astype(np.int64)
+        return np.clip(updated, -LARGEST_INT8, LARGEST_INT8)
 
 
-def changes(
+def int8_updates(
     memory: Memory, rules: UpdateRules, named: Mapping[str, torch.Tensor], random: int, step: int
-) -> Iterator[Change]:
+) -> Iterator[Int8Update]:
     """Yield the update of each weight in eight bits by its gradient.
 
     Args:
@@ -170,10 +170,10 @@ def changes(
         change = float(options["lr"]) * (gradient + float(options["weight_decay"]) * real) / scales
         indices = np.arange(weight.offset, weight.offset + weight.size, dtype=np.uint32).reshape(weight.shape)
         before = np.rint(real / scales).astype(np.int64)
-        yield Change(weight.path, before, change, drawn(random, step, indices), scales)
+        yield Int8Update(weight.path, before, change, random_fractions(random, step, indices), scales)
 
 
-def drawn(random: int, step: int, indices: np.ndarray) -> np.ndarray:
+def random_fractions(random: int, step: int, indices: np.ndarray) -> np.ndarray:
     """Return the device's random numbers from 0 to 1 in a step, for elements at these indices of the state's weights in
     eight bits.
 
@@ -193,17 +193,19 @@ class Int8Updates:
 
     def __init__(self, memory: Memory, rules: UpdateRules) -> None:
         self.memory, self.rules = memory, rules
-        self.sums: dict[str, float] = {}
+        self.mean_update_sums: dict[str, float] = {}
         """By weight: sum over the steps of the mean magnitude of its update, in steps of the integers."""
 
     def apply(self, named: Mapping[str, torch.Tensor], random: int, step: int) -> None:
         """Update the weights by their gradients, and remove these, so that the optimizer leaves the weights alone."""
         with torch.no_grad():
-            for change in changes(self.memory, self.rules, named, random, step):
+            for change in int8_updates(self.memory, self.rules, named, random, step):
                 parameter = named[change.name]
-                parameter.copy_(torch.from_numpy(change.scales * change.after()))
+                parameter.copy_(torch.from_numpy(change.scales * change.integers_after()))
                 parameter.grad = None
-                self.sums[change.name] = self.sums.get(change.name, 0.0) + float(np.abs(change.change).mean())
+                self.mean_update_sums[change.name] = self.mean_update_sums.get(change.name, 0.0) + float(
+                    np.abs(change.decrease).mean()
+                )
 
     def disturb(self, named: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
         """Move one in a thousand of the integers by one, or a single one: as other roundings of updates would."""
@@ -235,7 +237,7 @@ def report(
         rounded, real = memory.quantized[tensor.path], before[tensor.path].double().numpy()
         scales = rounded.scales.astype(np.float64).reshape(-1, *[1] * (len(tensor.shape) - 1))
         error = float(np.linalg.norm(rounded.floats - real) / np.linalg.norm(real))
-        at_bound = float((np.abs(np.rint(after[tensor.path] / scales)) == LARGEST).mean())
+        at_bound = float((np.abs(np.rint(after[tensor.path] / scales)) == LARGEST_INT8).mean())
         mean_update = sums[tensor.path] / steps
         weights.append(Int8Weight(tensor.path, tensor.size, rounding=error, step=mean_update, at_bound=at_bound))
     return Int8Trained(tuple(weights), steps, float(np.mean(losses)), float(np.mean(int8_losses)))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from memplan.exporting.int8.int8_ops import CONVOLUTIONS, INT8_OPS
-from memplan.exporting.kernels.elementwise import ELEMENTWISE, form_of
+from memplan.exporting.kernels.elementwise import ELEMENTWISE, element_call_of
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
@@ -26,9 +26,9 @@ from memplan.exporting.lowering.device_graph import (
     ZEROS,
     DeviceGraph,
     Lowering,
-    output_of,
+    first_output,
     refusal,
-    words,
+    rounded_to_words,
 )
 from memplan.exporting.lowering.inside_bits import InsideBits
 from memplan.exporting.lowering.late_ops import with_delayed_ops, with_early_writes
@@ -38,12 +38,12 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_ref
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous, short
 from memplan.planning.levers.encode import Encode
 from memplan.planning.levers.lever import Situation
-from memplan.planning.levers.registry import offered
+from memplan.planning.levers.registry import with_encodings_of
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
+from memplan.planning.passes.split_dropout import DRAW_MASK, dropout_scale
 from memplan.planning.passes.split_dropout import DROPOUT as WHOLE_DROPOUT
-from memplan.planning.passes.split_dropout import MASK, scale_of
 
-WINDOW = 255
+LARGEST_WINDOW = 255
 """Most elements of a max pool's window: an index is one byte."""
 _DEVICE_TYPES = {"int64": "int32"}
 """Types of inputs on the device, where they are others than in PyTorch."""
@@ -53,8 +53,8 @@ Rule = Callable[[Lowering, GraphOp], None]
 
 
 def lowered(
-    graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: Mapping[int, bool], written: Sequence[int] = (),
-    arena_input: str = "",
+    graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: Mapping[int, bool],
+    returned_values: Sequence[int] = (), arena_input: str = "",
 ) -> DeviceGraph:  # fmt: skip
     """Lower a captured step.
 
@@ -62,8 +62,8 @@ def lowered(
         graph: as captured.
         constants: tensors that the graph holds itself, by value.
         trained: whether each parameter is updated on the device; others lie in flash.
-        written: values of the forward pass that are copied to the caller's memory, one after another, as soon as they
-            are computed.
+        returned_values: values of the forward pass that are copied to the caller's memory, one after another, as soon
+            as they are computed.
         arena_input: position, as a text, of the input that lies in the arena; empty if none does.
 
     Raises:
@@ -75,16 +75,16 @@ def lowered(
     _set_resident_bytes(low, trained)
     for op in graph.ops:
         _lower(low, op)
-    _write(low, graph, written)
+    _write(low, graph, returned_values)
     mutations = [(value, new) for value, new in low.mutations.items() if low.values[value].dtype == "float32"]
     live = without_dead(replace(with_early_writes(low.finished()), mutations=tuple(mutations)))
     live = without_dead(with_direct_reads(live, low))
     _check_dtypes(live, low)
     ordered = with_input_in_arena(with_delayed_ops(live), arena_input)
     read = {v for op in ordered.ops for v in refs((op.args, op.kwargs))} | set(ordered.outputs)
-    constant_arrays = {v: t.detach().numpy() for v, t in low.known.items() if v in read}
-    ops = tuple(replace(op, seconds=seconds(work(ordered, op))) for op in ordered.ops)
-    return DeviceGraph(with_bits(replace(ordered, ops=ops)), constant_arrays, low.offsets)
+    constant_arrays = {v: t.detach().numpy() for v, t in low.constants.items() if v in read}
+    ops = tuple(replace(op, seconds=estimated_seconds(operations_of(ordered, op))) for op in ordered.ops)
+    return DeviceGraph(with_bits(replace(ordered, ops=ops)), constant_arrays, low.storage_offsets)
 
 
 def _write(low: Lowering, graph: JointGraph, written: Sequence[int]) -> None:
@@ -93,11 +93,11 @@ def _write(low: Lowering, graph: JointGraph, written: Sequence[int]) -> None:
     for value in written:
         index = -1 - len(low.ops)  # one that no op has
         op = replace(template, index=index, phase="forward", layer="", where=None, gradient_of=None, call=None)
-        low.call(op, WRITE, (low.as_float(op, Ref(value)), start), (), once=True)
+        low.call(op, WRITE, (low.as_float(op, Ref(value)), start), (), must_run_once=True)
         start += math.prod(low.values[value].shape)
 
 
-def work(graph: JointGraph, op: GraphOp) -> int:
+def operations_of(graph: JointGraph, op: GraphOp) -> int:
     """Estimate the loads, stores and multiplications of an op."""
     if op.is_view:
         return 0
@@ -120,14 +120,18 @@ def work(graph: JointGraph, op: GraphOp) -> int:
 
 def with_bits(graph: JointGraph) -> JointGraph:
     """Offer to save values as bits, such as the signs that a ReLU's gradient reads; the kernels need no workspace."""
-    encoded = offered(graph, Situation(), [Encode(), InsideBits()])
-    bits = [form for form in encoded.forms if not form.whole]  # the device has no kernels that decode a whole value
-    no_workspace = {"store_scratch": 0, "fetch_scratch": 0, "direct_scratch": 0}
-    forms = (replace(form, store_seconds=seconds(graph.values[form.value].bytes), **no_workspace) for form in bits)
+    encoded = with_encodings_of(graph, Situation(), [Encode(), InsideBits()])
+    bits = [
+        form for form in encoded.forms if not form.can_restore_value
+    ]  # the device has no kernels that decode a whole value
+    no_workspace = {"store_scratch": 0, "fetch_scratch": 0, "direct_reader_scratch": 0}
+    forms = (
+        replace(form, store_seconds=estimated_seconds(graph.values[form.value].bytes), **no_workspace) for form in bits
+    )
     return replace(encoded, forms=tuple(forms))
 
 
-def seconds(work: float) -> float:
+def estimated_seconds(work: float) -> float:
     """Return the time of so much work: on microcontrollers a multiplication takes about as long as a load."""
     return work * 1e-8
 
@@ -142,26 +146,26 @@ def _set_resident_bytes(low: Lowering, trained: Mapping[int, bool]) -> None:
     """
     changed = {target for target, _ in low.graph.mutations}
     for value in low.graph.values:
-        size = words(math.prod(value.shape) * WORD)
+        size = rounded_to_words(math.prod(value.shape) * WORD)
         if value.kind == "parameter":
             low.change(value.id, bytes=size if trained.get(value.id) else 0)
         elif value.kind == "buffer":
             low.change(value.id, bytes=size if value.id in changed and value.dtype == "float32" else 0)
         elif value.kind == "input":
-            size = words(math.prod(value.shape)) if value.dtype in BYTES else size
+            size = rounded_to_words(math.prod(value.shape)) if value.dtype in BYTES else size
             low.change(value.id, bytes=size, dtype=_DEVICE_TYPES.get(value.dtype, value.dtype))
         elif value.kind == "tangent":  # the gradient of the loss, which backward() sets to 1
             low.make_constant(value.id, torch.ones(value.shape))
             low.change(value.id, kind="tangent")
         elif value.kind == "result" and not value.is_view:
-            low.change(value.id, bytes=words(value.own_bytes))
+            low.change(value.id, bytes=rounded_to_words(value.contiguous_bytes))
 
 
 def _check_dtypes(graph: JointGraph, low: Lowering) -> None:
     """Raise RecordingError where an op reads or computes another dtype than float32, indices and masks."""
     for op in graph.ops:
         for number in (*op.outputs, *refs((op.args, op.kwargs))):
-            if number is None or number in low.known:
+            if number is None or number in low.constants:
                 continue
             dtype = graph.values[number].dtype
             if dtype not in ("float32", "int32", "bool", *BYTES):
@@ -176,12 +180,12 @@ def without_dead(graph: JointGraph) -> JointGraph:
     needed = {*graph.outputs, *(gradient for _, gradient in graph.gradients), *(new for _, new in graph.mutations)}
     live = list[GraphOp]()
     for op in reversed(graph.ops):
-        if op.once or any(value in needed for value in op.outputs if value is not None):
+        if op.must_run_once or any(value in needed for value in op.outputs if value is not None):
             needed |= set(refs((op.args, op.kwargs)))
             live.append(op)
     rebuild, live_indices = Rebuild(graph), {op.index for op in live}
     for op in reversed(live):
-        writes_all = not op.multiple or op.once or op.target in _ALL_RESULTS
+        writes_all = not op.returns_tuple or op.must_run_once or op.target in _ALL_RESULTS
         outputs = tuple(value if writes_all or value in needed else None for value in op.outputs)
         makes = tuple(value for value in op.makes if value in outputs)
         # a forward op that became several can have lost the part that the gradient names
@@ -203,8 +207,8 @@ def _lower(low: Lowering, op: GraphOp) -> None:
     kernel."""
     if op.target in ZEROS:
         value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
-        low.call(op, FILL, (value,), (output_of(op),))
-    elif low.fold(op) or normalization(low, op):  # which have added what is needed
+        low.call(op, FILL, (value,), (first_output(op),))
+    elif low.folded(op) or normalization(low, op):  # which have added what is needed
         pass
     elif op.is_view or op.target in ALIASES:
         low.view(op)
@@ -246,18 +250,31 @@ def _counts_batches(low: Lowering, op: GraphOp) -> bool:
 
 def _same_op(low: Lowering, op: GraphOp) -> None:
     """Add an op that has a kernel, after copies of arguments that the kernel needs contiguous."""
-    args = tuple(low.dense(op, arg) if isinstance(arg, Ref) and op.target not in _STRIDED else arg for arg in op.args)
+    args = tuple(
+        low.as_contiguous(op, arg) if isinstance(arg, Ref) and op.target not in _STRIDED else arg for arg in op.args
+    )
     if op.target in _COUNTING:
         args = (low.as_float(op, args[0]), *args[1:])
         for output in op.outputs:
             if output is not None:
-                low.becomes_float(output)
+                low.set_float32(output)
     overwrites: tuple[int, ...] = ()
     if op.outputs and op.outputs[0] is not None:
         output = op.outputs[0]
-        overwrites = low.overwritable(output, *(args[position] for position in _OVERWRITABLE.get(op.target, ())))
-        low.change(output, stride=conv.contiguous(low.values[output].shape))
-    low.call(op, op.target, args, op.outputs, kwargs=op.kwargs, overwrites=overwrites, random=op.random, once=op.once)
+        overwrites = low.overwritable_storages(
+            output, *(args[position] for position in _OVERWRITABLE.get(op.target, ()))
+        )
+        low.change(output, stride=conv.contiguous_strides(low.values[output].shape))
+    low.call(
+        op,
+        op.target,
+        args,
+        op.outputs,
+        kwargs=op.kwargs,
+        overwrites=overwrites,
+        random=op.random,
+        must_run_once=op.must_run_once,
+    )
 
 
 _STRIDED = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.sum.dim_IntList", "aten.mean.dim",
@@ -284,20 +301,20 @@ _OVERWRITABLE = {
 
 def _elementwise(low: Lowering, op: GraphOp) -> None:
     """Add an elementwise op, whose result may overwrite an operand of the same layout."""
-    function, output = form_of(op.target, op.args, op.kwargs), output_of(op)
+    function, output = element_call_of(op.target, op.args, op.kwargs), first_output(op)
     if function is None:
         raise refusal(op, " with these arguments")
     if any(low.values[v].dtype != "float32" for v in refs((op.args, op.kwargs))):
         converted = {v: low.as_float(op, Ref(v)) for v in set(refs((op.args, op.kwargs)))}
         op = replace(op, args=map_refs(op.args, converted.__getitem__))
-        function = form_of(op.target, op.args, op.kwargs)
+        function = element_call_of(op.target, op.args, op.kwargs)
         assert function is not None, "its operands alone have changed"
-    low.becomes_float(output)
+    low.set_float32(output)
     if op.target == COPY and op.kwargs.get("memory_format") in (None, torch.contiguous_format):
-        low.change(output, stride=conv.contiguous(low.values[output].shape))
+        low.change(output, stride=conv.contiguous_strides(low.values[output].shape))
     _, operands, _ = function
-    overwrites = low.overwritable(output, *operands)
-    low.call(op, op.target, op.args, (output,), kwargs=op.kwargs, overwrites=overwrites, once=op.once)
+    overwrites = low.overwritable_storages(output, *operands)
+    low.call(op, op.target, op.args, (output,), kwargs=op.kwargs, overwrites=overwrites, must_run_once=op.must_run_once)
 
 
 def _mul(low: Lowering, op: GraphOp) -> None:
@@ -311,51 +328,51 @@ def _mul(low: Lowering, op: GraphOp) -> None:
 
 def _masked(low: Lowering, op: GraphOp, args: tuple[Ref, Ref, float]) -> None:
     """Add the kernel that applies the mask of a dropout."""
-    output, x = low.dense_result(output_of(op)), low.dense(op, args[0])
-    low.call(op, DROPOUT, (x, *args[1:]), (output,), overwrites=low.overwritable(output, x))
+    output, x = low.set_contiguous(first_output(op)), low.as_contiguous(op, args[0])
+    low.call(op, DROPOUT, (x, *args[1:]), (output,), overwrites=low.overwritable_storages(output, x))
 
 
 def _mask(low: Lowering, op: GraphOp) -> None:
     """Add the kernel that draws the mask of a dropout: a bit for each element."""
-    mask = output_of(op)
+    mask = first_output(op)
     low.change(mask, bytes=_mask_bytes(low.values[mask].shape))
-    low.call(op, MASK, op.args, (mask,), random=True)
+    low.call(op, DRAW_MASK, op.args, (mask,), random=True)
 
 
 def _mask_bytes(shape: Sequence[int]) -> int:
     """Return the bytes of a bit for each element, in whole words."""
-    return words(-(-math.prod(shape) // 8))
+    return rounded_to_words(-(-math.prod(shape) // 8))
 
 
 def _dropout(low: Lowering, op: GraphOp) -> None:
     """Split a dropout whose mask no gradient reads, because all below it is frozen, into mask and product."""
     x, p, training = op.args
-    output = output_of(op)
+    output = first_output(op)
     value = low.values[output]
     if training is False:
         low.alias(op, output, x)
         return
     mask = low.buffer(f"{value.name}_mask", value, value.shape, "bool", _mask_bytes(value.shape))
-    low.call(op, MASK, (x, p), (mask,), random=True)
-    _masked(low, op, (x, Ref(mask), scale_of(p, value)))
+    low.call(op, DRAW_MASK, (x, p), (mask,), random=True)
+    _masked(low, op, (x, Ref(mask), dropout_scale(p, value)))
 
 
 def _max_pool(low: Lowering, op: GraphOp) -> None:
     """Add a max pool, with indices of one byte."""
     x, kernel = op.args[0], op.args[1]
     height_and_width = kernel if len(kernel) > 1 else kernel * 2
-    if math.prod(height_and_width) > WINDOW:
+    if math.prod(height_and_width) > LARGEST_WINDOW:
         raise refusal(
             op,
             f" over a window of {'x'.join(map(str, kernel))}",
-            near=f"windows of at most {WINDOW} places",
+            near=f"windows of at most {LARGEST_WINDOW} places",
             do="Use smaller max pools, one behind another",
         )
     indices = op.outputs[1]
     if indices is not None:
-        low.change(indices, dtype="uint8", bytes=words(math.prod(low.values[indices].shape)))
-    low.dense_result(output_of(op))
-    low.call(op, op.target, (low.dense(op, x), *op.args[1:]), op.outputs)
+        low.change(indices, dtype="uint8", bytes=rounded_to_words(math.prod(low.values[indices].shape)))
+    low.set_contiguous(first_output(op))
+    low.call(op, op.target, (low.as_contiguous(op, x), *op.args[1:]), op.outputs)
 
 
 def _adaptive_max_pool(low: Lowering, op: GraphOp) -> None:
@@ -391,14 +408,14 @@ def _equal_windows(low: Lowering, op: GraphOp, large: Sequence[int], small: Sequ
 def _max_pool_gradient(low: Lowering, op: GraphOp) -> None:
     """Add the gradient of a max pool without the pool's input: the kernel reads the indices alone."""
     g, _pool_input, *others = op.args
-    args = (low.dense(op, g), None, *others)
-    low.dense_result(output_of(op))
+    args = (low.as_contiguous(op, g), None, *others)
+    low.set_contiguous(first_output(op))
     low.call(op, op.target, args, op.outputs)
 
 
 def _mean(low: Lowering, op: GraphOp) -> None:
     """Lower a mean over whole planes to a pool, which can be computed for a few channels at a time."""
-    x, output = op.args[0], output_of(op)
+    x, output = op.args[0], first_output(op)
     shape = low.shape(x)
     dims = sorted(dim % len(shape) for dim in op.args[1]) if len(op.args) > 1 and op.args[1] else []
     if len(shape) != 4 or dims != [2, 3] or not is_contiguous(low.values[x.value]):
@@ -436,8 +453,8 @@ def _div(low: Lowering, op: GraphOp) -> None:
 def _shape_only(low: Lowering, op: GraphOp) -> None:
     """Drop the operand of a backward op of which it reads the shape alone, which is that of the result."""
     g, _operand, *others = op.args
-    args, output = (low.dense(op, g), None, *others), output_of(op)
-    low.change(output, stride=conv.contiguous(low.values[output].shape))
+    args, output = (low.as_contiguous(op, g), None, *others), first_output(op)
+    low.change(output, stride=conv.contiguous_strides(low.values[output].shape))
     low.call(op, op.target, args, (output,), kwargs=op.kwargs)
 
 
@@ -446,7 +463,7 @@ def _hardtanh_backward(low: Lowering, op: GraphOp) -> None:
     g, x, *bounds = op.args
     for other in low.ops:
         if other.target == "aten.hardtanh.default" and other.args == (x, *bounds):
-            op = replace(op, args=(g, Ref(output_of(other)), *bounds))
+            op = replace(op, args=(g, Ref(first_output(other)), *bounds))
             break
     _elementwise(low, op)
 
@@ -454,8 +471,8 @@ def _hardtanh_backward(low: Lowering, op: GraphOp) -> None:
 def _cast(low: Lowering, op: GraphOp) -> None:
     """Lower a cast to a copy, to flags or to whole numbers, all of them floats on the device. Raises RecordingError for
     other dtypes."""
-    output = output_of(op)
-    from_dtype, to_dtype = low.dtypes[op.args[0].value], low.dtypes[output]
+    output = first_output(op)
+    from_dtype, to_dtype = low.torch_dtypes[op.args[0].value], low.torch_dtypes[output]
     if from_dtype != to_dtype and not {from_dtype, to_dtype} <= {"float32", "bool", "int64", "int32"}:
         raise refusal(op, f" from {from_dtype} to {to_dtype}", near="float32 throughout")
     target = COPY
@@ -464,13 +481,13 @@ def _cast(low: Lowering, op: GraphOp) -> None:
     elif from_dtype == "float32" and to_dtype.startswith("int"):
         target = "aten.trunc.default"
     x = low.as_float(op, op.args[0])
-    low.becomes_float(output)
-    low.call(op, target, (x,), (output,), overwrites=low.overwritable(output, x))
+    low.set_float32(output)
+    low.call(op, target, (x,), (output,), overwrites=low.overwritable_storages(output, x))
 
 
 def _bitwise(low: Lowering, op: GraphOp) -> None:
     """Lower a bitwise op of flags to the logical one. Raises RecordingError for integers."""
-    if any(low.dtypes[value] != "bool" for value in refs(op.args)):
+    if any(low.torch_dtypes[value] != "bool" for value in refs(op.args)):
         raise refusal(op, " of integers", near="the same of flags", do="Compare first: (x > 0) & (y > 0)")
     name = short(op.target).removeprefix("bitwise_").strip("_")
     _elementwise(low, replace(op, target=f"aten.logical_{name}.default"))
@@ -479,7 +496,7 @@ def _bitwise(low: Lowering, op: GraphOp) -> None:
 def _recurrent(low: Lowering, op: GraphOp) -> None:
     """Add a recurrent layer, or its gradient, whose first result can overwrite the gates. Its kernel writes all
     results."""
-    args = tuple(low.dense(op, arg) if isinstance(arg, Ref) else arg for arg in op.args)
+    args = tuple(low.as_contiguous(op, arg) if isinstance(arg, Ref) else arg for arg in op.args)
     gates = low.values[args[0].value]
     if op.target in FORWARD:  # gates, states with the first, and an LSTM's cells likewise or a GRU's part of a gate
         steps, state = gates.shape[0], low.shape(args[4])
@@ -492,15 +509,15 @@ def _recurrent(low: Lowering, op: GraphOp) -> None:
         low.buffer(gates.name, gates, shape) if output is None else output
         for output, shape in zip(op.outputs, shapes, strict=False)  # an RNN has two results
     ]
-    low.call(op, op.target, args, outputs, overwrites=low.overwritable(outputs[0], args[0]))
+    low.call(op, op.target, args, outputs, overwrites=low.overwritable_storages(outputs[0], args[0]))
 
 
 def _row_extreme(low: Lowering, op: GraphOp) -> None:
     """Add the largest elements along a dimension; their indices are floats, as all computed integers are."""
     for number in op.outputs:
         if number is not None:
-            low.becomes_float(low.dense_result(number))
-    low.call(op, op.target, (low.dense(op, op.args[0]), *op.args[1:]), op.outputs)
+            low.set_float32(low.set_contiguous(number))
+    low.call(op, op.target, (low.as_contiguous(op, op.args[0]), *op.args[1:]), op.outputs)
 
 
 def _integer_op(low: Lowering, op: GraphOp) -> None:
@@ -531,7 +548,7 @@ RULES: Mapping[str, Rule] = {
     "aten.mean.dim": _mean,
     "aten.div.Scalar": _div,
     "aten.native_dropout_backward.default": lambda low, op: _masked(low, op, op.args),
-    MASK: _mask,
+    DRAW_MASK: _mask,
     WHOLE_DROPOUT: _dropout,
     MAX_POOL: _max_pool,
     "aten.adaptive_max_pool2d.default": _adaptive_max_pool,

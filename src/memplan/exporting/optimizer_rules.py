@@ -15,7 +15,7 @@ from memplan.errors import InputError, UsageError
 from memplan.exporting.kernels.call_writer import number
 from memplan.planning.levers.lever import GradientUse
 
-KINDS: Mapping[type, str] = {
+OPTIMIZER_KINDS: Mapping[type, str] = {
     torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam", torch.optim.RMSprop: "rmsprop",
     torch.optim.Adagrad: "adagrad",
 }  # fmt: skip
@@ -67,14 +67,14 @@ class Gradients:
             raise UsageError("clip_norm and clip_value", expected="one of the two", do="Leave one out")
 
     @property
-    def kept(self) -> bool:
+    def stay_until_update(self) -> bool:
         """Whether all gradients are in RAM until the update."""
         return self.accumulate > 1 or self.clip_norm is not None
 
     @property
     def use(self) -> GradientUse:
         """Use of each parameter's gradient once it is complete."""
-        return GradientUse(adds=True) if self.kept else GradientUse(updates=True)
+        return GradientUse(accumulates=True) if self.stay_until_update else GradientUse(updates_early=True)
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the gradients of parameters in PyTorch."""
@@ -111,29 +111,29 @@ class UpdateRules:
     gradients: Gradients = field(default_factory=Gradients)
 
     @property
-    def members(self) -> tuple[str, ...]:
+    def arrays_in_state(self) -> tuple[str, ...]:
         """Names of all arrays of the state with an element for each weight, besides the weights."""
-        return (*self.arrays, *(["gradients"] if self.gradients.kept else []))
+        return (*self.arrays, *(["gradients"] if self.gradients.stay_until_update else []))
 
     @property
-    def rates(self) -> int:
+    def group_rate_count(self) -> int:
         """Number of learning rates besides the factor on all: one for each group where there are several."""
         return len(self.groups) if len(self.groups) > 1 else 0
 
     @property
-    def corrections(self) -> int:
+    def bias_correction_count(self) -> int:
         """Number of bias corrections."""
         return sum(len(group.logarithms) for group in self.groups)
 
     @property
-    def numbers(self) -> int:
+    def counters_and_factors(self) -> int:
         """Number of counters and factors in the state: rate, step and random number, and what the options add."""
-        return 3 + self.corrections + self.rates + self.gradients.kept
+        return 3 + self.bias_correction_count + self.group_rate_count + self.gradients.stay_until_update
 
-    def of_zeros(self, path: str) -> bool:
+    def zero_gradients_matter(self, path: str) -> bool:
         """Return whether an update by a gradient of zeros changes the parameter of this name or its moments."""
         options = self.options[self.group_of[path]]
-        is_plain = isinstance(self.kind, type) and KINDS[self.kind] in ("sgd", "adagrad")
+        is_plain = isinstance(self.kind, type) and OPTIMIZER_KINDS[self.kind] in ("sgd", "adagrad")
         return not is_plain or options.get("momentum", 0) != 0 or options["weight_decay"] != 0
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -168,7 +168,7 @@ def update_rules(
             do="Set requires_grad of the layers to train",
         )
     instance = optimizer(list(named.values()))
-    kind = KINDS.get(type(instance))
+    kind = OPTIMIZER_KINDS.get(type(instance))
     if kind is None:
         raise InputError(
             f"the optimizer {type(instance).__name__}",

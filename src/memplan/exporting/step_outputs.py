@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memplan.errors import InputError, UsageError
-from memplan.exporting.source.step_layout import PersistentTensor, laid_out, name_of
+from memplan.exporting.source.step_layout import PersistentTensor, name_of, one_after_another
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.loss_module import WithLoss, default_loss
@@ -165,7 +165,7 @@ class CapturedStep:
     """Its only output is the loss; of a model without the loss it has none."""
     constants: Mapping[int, torch.Tensor]
     """Constant tensors of the graph, by value."""
-    written: tuple[int, ...]
+    returned_values: tuple[int, ...]
     """Values of the tensors that the model returns."""
     outputs: tuple[PersistentTensor, ...]
     """Names and shapes of these tensors."""
@@ -191,9 +191,9 @@ def capture_step(step: DeviceStep, call: Call) -> CapturedStep:
     captured = capture(WithOutputs(step), call)
     results, recipe = captured.graph.outputs, captured.returned
     # what `WithOutputs` returns, with values of the graph in the place of tensors
-    loss, named_outputs = recipe.structure.rebuild(results[position] for position in recipe.order)
+    loss, named_outputs = recipe.structure.rebuild(results[position] for position in recipe.output_indices)
     values = captured.graph.values
     renamed = tuple(replace(v, path=name_of(v.path)) if v.kind in ("parameter", "buffer") else v for v in values)
     graph = replace(captured.graph, values=renamed, outputs=(loss,))
-    outputs = laid_out((name, values[value].shape) for name, value in named_outputs)
+    outputs = one_after_another((name, values[value].shape) for name, value in named_outputs)
     return CapturedStep(graph, captured.constants, tuple(value for _, value in named_outputs), outputs)

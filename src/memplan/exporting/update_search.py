@@ -25,10 +25,10 @@ from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.planning.capture.loss_module import default_loss
 from memplan.planning.request import Request
 
-MOST = 16
+PLANS_PER_ORDER = 16
 """Most sets for each order that are planned with all memory techniques."""
 
-NOTHING = 1e-9
+NEGLIGIBLE_SHARE = 1e-9
 """Share of all squared norms below which a gradient is rounding error, as of a bias before a batch norm."""
 
 Peak = Callable[[Collection[str], bool], int]
@@ -96,7 +96,9 @@ def chosen_update(request: Request, rules: UpdateRules, batches: Iterable[Any], 
         InputError: the step fails on a batch, or there is no batch.
     """
     norms, count = squared_norms(request, rules.group_of, batches)
-    sizes = {path: weight.numel() * 4 * (1 + len(rules.members)) for path, weight in request.model.named_parameters()}
+    sizes = {
+        path: weight.numel() * 4 * (1 + len(rules.arrays_in_state)) for path, weight in request.model.named_parameters()
+    }
     search = _Search(norms, sizes, peak, request.bytes)
     chosen = search.best()
     candidates = tuple(
@@ -161,7 +163,7 @@ class _Search:
         """By parameter: its squared gradient norm, and the bytes of the weight and its optimizer state."""
         self.fits_of_set: dict[frozenset[str], bool] = {}
         """By set that was planned with all memory techniques: whether it fits."""
-        self.plans_left = MOST
+        self.plans_left = PLANS_PER_ORDER
         """Number of such plans left for the current order."""
 
     def best(self) -> frozenset[str]:
@@ -183,7 +185,7 @@ class _Search:
     def _orders(self) -> Iterable[list[str]]:
         """Yield parameters by gain per byte, by gain, from last layer to first, and with small ones (biases) first."""
         total_gain = sum(self.gains.values())
-        paths = [path for path, gain in self.gains.items() if gain > NOTHING * total_gain] or list(self.gains)
+        paths = [path for path, gain in self.gains.items() if gain > NEGLIGIBLE_SHARE * total_gain] or list(self.gains)
         by_gain_per_byte = sorted(paths, key=lambda path: -self._gain_per_byte[path])
         yield by_gain_per_byte
         yield sorted(paths, key=lambda path: -self.gains[path])
@@ -204,7 +206,11 @@ class _Search:
     def _filled(self, order: Sequence[str]) -> frozenset[str]:
         """Return the longest prefix of an order that fits the budget, found by bisection, and then any other parameters
         that still fit, by gain per byte."""
-        fitting, end, self.plans_left = 0, len(order), MOST  # the longest prefix has a length from `fitting` to `end`
+        fitting, end, self.plans_left = (
+            0,
+            len(order),
+            PLANS_PER_ORDER,
+        )  # the longest prefix has a length from `fitting` to `end`
         while fitting < end:
             middle = (fitting + end + 1) // 2
             fitting, end = (middle, end) if self._fits(order[:middle]) else (fitting, middle - 1)

@@ -17,11 +17,11 @@ from torch import nn
 from memplan import _json
 from memplan._json import Unreadable
 from memplan.errors import InputError
-from memplan.exporting.optimizer_rules import ARRAYS, KINDS, arrays_of
+from memplan.exporting.optimizer_rules import ARRAYS, OPTIMIZER_KINDS, arrays_of
 
 MAGIC = b"MPS1"
 """First bytes of a saved state; the digit is the version of its header."""
-HEADER = 16
+HEADER_BYTES = 16
 """Bytes of the header: magic, layout number, bytes that follow it, and their CRC-32."""
 
 
@@ -128,7 +128,9 @@ def load_weights(
         if tensor.name in (other.name for other in stored.tensors[:position]):
             raise InputError(f"{path} names {tensor.name:.80} twice", expected="each tensor once", do="Export again")
     weights_bytes = 4 * stored.floats
-    content = _content(file, max(weights_bytes + 1, HEADER + stored.state_bytes))  # + 1: to see that it is too long
+    content = _content(
+        file, max(weights_bytes + 1, HEADER_BYTES + stored.state_bytes)
+    )  # + 1: to see that it is too long
     saved = None
     if content.startswith(MAGIC) and len(content) != weights_bytes:
         saved = _saved_state(file, content, stored)
@@ -179,8 +181,8 @@ def _saved_state(file: str | Path, content: bytes, stored: WeightsLayout) -> _Sa
     Raises:
         InputError: it is of another export, or damaged.
     """
-    number, length, crc = np.frombuffer(content[4:HEADER].ljust(HEADER - 4, b"\0"), dtype="<u4").tolist()
-    payload = content[HEADER : HEADER + stored.state_bytes]
+    number, length, crc = np.frombuffer(content[4:HEADER_BYTES].ljust(HEADER_BYTES - 4, b"\0"), dtype="<u4").tolist()
+    payload = content[HEADER_BYTES : HEADER_BYTES + stored.state_bytes]
     if not stored.state or number != stored.layout or length != stored.state_bytes:
         raise InputError(
             f"{file} is the state of another export",
@@ -237,7 +239,7 @@ def _optimizer_state(
     Raises:
         InputError: it is of another kind or has other options, or does not have all trained parameters.
     """
-    kind, moments = KINDS.get(type(optimizer), ""), set[str]()
+    kind, moments = OPTIMIZER_KINDS.get(type(optimizer), ""), set[str]()
     if kind:
         moments = {ARRAYS[kind][name] for group in optimizer.param_groups for name in arrays_of(kind, group)}
     if kind != stored.optimizer or moments != set(saved.arrays):

@@ -74,7 +74,7 @@ def plan(
         A step on cpu in the budget of 1.5 MiB: predicted peak ...
     """
     options = PlanOptions(
-        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
+        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates_early=early),
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(), costs=costs,
         host_memory=True,
     )  # fmt: skip

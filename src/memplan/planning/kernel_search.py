@@ -18,7 +18,7 @@ from memplan.kernels import launch
 from memplan.kernels.depthwise import parts_of
 from memplan.planning.capture.replaced_calls import GroupGone
 from memplan.planning.capture.side_effects import is_fake
-from memplan.planning.cost.op_timing import failing
+from memplan.planning.cost.op_timing import errors_on_device
 from memplan.planning.graph.joint_graph import JointGraph, Ref
 from memplan.planning.graph.op_schema import KERNELS
 from memplan.planning.ops.kernel_group import Group
@@ -169,7 +169,7 @@ def _failures(study: Study, settings: Settings) -> dict[str, str]:
     if settings.home.card is None or is_fake(study.model):
         return {}
     graph, kernel_at = study.captured.graph, {group.last: group.kernel for group in study.kernels}
-    failures = failing(graph, KERNELS, settings.home.name)
+    failures = errors_on_device(graph, KERNELS, settings.home.name)
     return {
         kernel_at[call]: failures[op.target]
         for op in graph.ops

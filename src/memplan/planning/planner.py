@@ -17,7 +17,7 @@ from memplan.planning.capture.replaced_calls import GroupGone
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.kernel_search import planned_with_kernels, with_kernel_remedy
 from memplan.planning.levers.lever import Situation
-from memplan.planning.levers.registry import with_forms
+from memplan.planning.levers.registry import with_encodings
 from memplan.planning.ops.kernel_group import Group
 from memplan.planning.plan.plan import Plan
 from memplan.planning.precision_search import FrontierPoint, fastest, frontier, with_graph_remedy, with_lossy_remedy
@@ -182,7 +182,7 @@ class Planner:
         for (study_key, study_precision), study in self._studies.items():
             if key is not None and study_key == key and _computes_alike(study_precision, precision):
                 captured = study.captured
-                return replace(captured, graph=with_forms(captured.graph, Situation(save=precision.save)))
+                return replace(captured, graph=with_encodings(captured.graph, Situation(save=precision.save)))
         safe_point()
         _log.info("tracing the step")
         return capture(self._model, call, precision)

@@ -54,7 +54,7 @@ def fastest(
         RecordingError: no precision is left to choose.
     """
     search = _PrecisionSearch(study, settings, budget)
-    for precision in tiers(model, settings):
+    for precision in allowed_precisions(model, settings):
         if search.may_gain(precision):
             search.try_precision(precision)
     mixed_precision = search.without_slower_blocks()
@@ -62,7 +62,9 @@ def fastest(
         search.try_precision(mixed_precision)
     if search.best is None and exact_error:
         search.try_skipped()
-    for precision in search.worth_moments(tiers_of_moments(model, settings)) if search.may_have_moments else ():
+    for precision in (
+        search.worth_moments(precisions_with_8_bit_moments(model, settings)) if search.may_have_moments else ()
+    ):
         if search.best is not None or search.moments_left_out:
             break
         search.try_precision(precision)
@@ -179,7 +181,7 @@ class _PrecisionSearch:
             plain = replace(precision, moments="")
             if plain in peaks:
                 outside = self._studies[plain].search(replace(self._settings, precision=plain)).outside_memory
-                if peaks[plain] - int(_MOST_SAVED_OF_STATE * outside.state) - outside.update > self._budget:
+                if peaks[plain] - int(_MOST_SAVED_OF_STATE * outside.state_bytes) - outside.update_bytes > self._budget:
                     continue
             elif plain not in self._settings.excluded_precisions:  # those were not planned
                 continue
@@ -266,7 +268,7 @@ def frontier(
     most."""
     plans = list[FrontierPoint]()
     exact_seconds = step_seconds(study(replace(settings, precision=EXACT)).captured.graph)
-    for precision in tiers(model, settings) if settings.chooses_precision else [settings.fixed_precision]:
+    for precision in allowed_precisions(model, settings) if settings.chooses_precision else [settings.fixed_precision]:
         settings_in_precision = replace(settings, precision=precision)
         try:
             study_in_precision = study(settings_in_precision)
@@ -307,7 +309,7 @@ def with_lossy_remedy(
     exact_study = study(settings)
     outside = exact_study.search(settings).outside_memory
     may_have_moments = settings.moments_in_8_bits and outside.moments_fit_8_bits
-    moments_save = _MOST_SAVED_OF_STATE * outside.state if may_have_moments else 0
+    moments_save = _MOST_SAVED_OF_STATE * outside.state_bytes if may_have_moments else 0
     if budget < exact_study.least_peak(settings) - moments_save:
         return error
     excluded = (*settings.excluded_precisions, EXACT)  # the exact plan does not fit: that is the error
@@ -343,7 +345,7 @@ def _seconds_text(plan: Plan) -> str:
     return f", {format_seconds(plan.total_seconds)} a step predicted{without}"
 
 
-def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
+def allowed_precisions(model: nn.Module, settings: Settings) -> Iterator[Precision]:
     """Yield the precisions to choose from, exact first, without those that the settings exclude.
 
     Computing in fewer bits is left out under the user's own autocast.
@@ -362,10 +364,10 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
     yield from (precision for precision in precisions if precision not in settings.excluded_precisions)
 
 
-def tiers_of_moments(model: nn.Module, settings: Settings) -> Iterator[Precision]:
+def precisions_with_8_bit_moments(model: nn.Module, settings: Settings) -> Iterator[Precision]:
     """Yield the precisions of `allowed_precisions`, and exact computation, with the optimizer's moments in 8 bits,
     without those that the settings exclude. Where no other plan fits, the first that does is taken."""
-    for precision in tiers(model, replace(settings, excluded_precisions=())):
+    for precision in allowed_precisions(model, replace(settings, excluded_precisions=())):
         in_8_bits = replace(precision, moments="int8")
         if in_8_bits not in settings.excluded_precisions:
             yield in_8_bits

@@ -94,7 +94,7 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     if loss is not None:
         _check_takes(loss, len(step.targets))
     module = built if loss is None else WithLoss(built, loss, len(step.targets))
-    if options.gradients.updates:
+    if options.gradients.updates_early:
         _check_shared_memory(module)
     call = call_of(args, keywords)
     output_kinds(module, call)  # only for its error, if planned results would not equal eager ones
@@ -103,8 +103,8 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     if not is_fake(built):
         home = as_occupied(home, module)
     settings = Settings(
-        optimizer=optimizer, gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
-        costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
+        optimizer=optimizer, gradients=options.gradients.with_accumulation(options.accumulate > 1), home=home,
+        device=card, costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
         host_memory=options.host_memory or home.card is not None, allow=options.allow,
         moments_in_8_bits=options.moments_in_8_bits,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def _check_early(step: StepOptions, options: PlanOptions) -> None:
     accumulate, clip_norm = options.accumulate, options.clip_norm
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}", expected="how many micro-batches make one update, at least 1")
-    if not options.gradients.updates:
+    if not options.gradients.updates_early:
         return
     if step.optimizer is None:
         raise UsageError(

@@ -23,7 +23,7 @@ from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.tile import TILE_OPS
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
-from memplan.planning.tiles.program import Node, NotTileable, Program, without_running
+from memplan.planning.tiles.program import Node, NotTileable, Program, without_running_statistics
 from memplan.planning.tiles.tiled import Axis, Tile, Tiled
 
 MAX_CALLS = 24
@@ -46,7 +46,7 @@ CALL_SECONDS = 1e-3
 BACKWARD_FACTOR = 2.0
 """Bytes live in the backward pass of a piece, per byte of the piece's inner values."""
 
-Ranges = tuple[tuple[int, int], ...]
+CallRanges = tuple[tuple[int, int], ...]
 """First and last calls of segments."""
 
 
@@ -67,7 +67,7 @@ class Segment:
     """Bytes of the values that only ops of the segment read."""
     ops: tuple[GraphOp, ...]
     """Ops that a piece runs: the segment's, after ``repeated_count`` ones of earlier segments."""
-    repeated: int
+    repeated_count: int
     """Number of these repeated ops."""
     derivative_seconds: tuple[float, ...]
     """Seconds of the derivative of each op."""
@@ -85,10 +85,10 @@ class Segment:
         repeated ops, all runs are additional.
         """
         tiled = self.tiled
-        unsplit_runs = [0] * self.repeated + [1] * (len(self.ops) - self.repeated)
+        unsplit_runs = [0] * self.repeated_count + [1] * (len(self.ops) - self.repeated_count)
         by_op = zip(
-            self.ops, self.derivative_seconds, unsplit_runs, tiled.runs("statistics"), tiled.runs("backward"),
-            tiled.derivatives(), tiled.overlap(pieces), strict=True,
+            self.ops, self.derivative_seconds, unsplit_runs, tiled.runs_by_op("statistics"),
+            tiled.runs_by_op("backward"), tiled.derivatives_by_op(), tiled.overlap_by_op(pieces), strict=True,
         )  # fmt: skip
         added = 0.0
         for op, derivative_seconds, unsplit, statistics_runs, backward_runs, derivative_runs, overlap in by_op:
@@ -105,11 +105,11 @@ class LiveValue:
     bytes: int
     call: int
     """Number of the call whose op or derivative computes the value; -1 for none."""
-    backward: bool
+    by_derivative: bool
     """Whether a derivative computes the value."""
     readers: frozenset[int]
     """Calls whose derivatives read the value."""
-    stays: bool
+    is_returned_gradient: bool
     """Whether the value is a gradient that the step returns."""
 
 
@@ -125,9 +125,9 @@ class OverBudgetOp:
     """Values that are live during the op."""
     scratch: int
     """Bytes of its workspace, part of the level."""
-    backward: bool
+    in_backward: bool
     """Whether the op runs in the backward pass."""
-    tile: bool
+    is_tile: bool
     """Whether the op is a segment that runs piece by piece already."""
 
 
@@ -172,7 +172,7 @@ class Segments:
                 self._derivative_seconds[op.gradient_of] += op.seconds  # pyright: ignore[reportArgumentType]
         self.calls = list(dict.fromkeys(op.call for op in self._data_ops if op.call is not None))
         """Calls that depend on data, in order."""
-        self._segments: dict[tuple[int, int, Axis, int, Ranges], Segment | None] = {}
+        self._segments: dict[tuple[int, int, Axis, int, CallRanges], Segment | None] = {}
         """Results of `segment` by its arguments."""
         self._refused: dict[tuple[int, int], str] = {}
         """Reasons for which a trace refused ranges of calls."""
@@ -243,7 +243,7 @@ class Segments:
         rows = dict.fromkeys(shape[0] for shape in results if len(shape) == 2)
         return (*axes.values(), *(Axis(0, samples=count) for count in rows if count > 1 and count not in batch))
 
-    def segment(self, first: int, last: int, axis: Axis, pieces: int, repeats: Ranges = ()) -> Segment | None:
+    def segment(self, first: int, last: int, axis: Axis, pieces: int, repeats: CallRanges = ()) -> Segment | None:
         """Return the segment from call ``first`` to call ``last``, cut along ``axis``; None if it cannot run piece by
         piece. ``repeats``: first and last calls of the earlier segments that its pieces run again."""
         key = first, last, axis, pieces, repeats
@@ -251,7 +251,7 @@ class Segments:
             self._segments[key] = self._build(*key)
         return self._segments[key]
 
-    def _build(self, first: int, last: int, axis: Axis, pieces: int, repeats: Ranges) -> Segment | None:
+    def _build(self, first: int, last: int, axis: Axis, pieces: int, repeats: CallRanges) -> Segment | None:
         """Build the result of `segment`; note the reason if a single call cannot run piece by piece."""
         if (first, last) in self._refused:
             return None
@@ -260,7 +260,7 @@ class Segments:
         try:
             if any(op.random for op in inside):
                 raise NotTileable("it draws random numbers")
-            if any(op.once or op.call is None for op in inside):
+            if any(op.must_run_once or op.call is None for op in inside):
                 raise NotTileable("it has a side effect")
             earlier = self._repeated(inside, repeats)
             tiled = Tiled(self._program(inside, earlier), axis, pieces)
@@ -273,20 +273,20 @@ class Segments:
             return None
         ops = *earlier, *inside
         values, program = self._graph.values, tiled.program
-        data_inputs = {values[v].base for v in program.inputs if v not in program.static}
+        data_inputs = {values[v].base for v in program.inputs if v not in program.static_inputs}
         operands = tuple((self._call_of(v), values[v].bytes) for v in data_inputs if values[v].kind not in RESIDENT)
         results = {values[v].base for v in program.outputs}
         return Segment(
             first, last, tiled, operands,
             result_bytes=sum(values[v].bytes for v in results),
             inner_bytes=sum(values[v].bytes for op in ops for v in op.makes if v not in results),
-            ops=ops, repeated=len(earlier),
+            ops=ops, repeated_count=len(earlier),
             derivative_seconds=tuple(self._derivative_seconds.get(op.index, 0.0) for op in ops),
-            weight_bytes=sum(program.likes[v].bytes for v in program.static - program.fixed),
+            weight_bytes=sum(program.likes[v].bytes for v in program.static_inputs - program.inputs_without_gradient),
             overwritten_bytes=self._overwritten(tiled, inside),
         )  # fmt: skip
 
-    def _repeated(self, inside: Sequence[GraphOp], repeats: Ranges) -> list[GraphOp]:
+    def _repeated(self, inside: Sequence[GraphOp], repeats: CallRanges) -> list[GraphOp]:
         """Return the ops in ranges of earlier calls whose results the ops of a segment (``inside``) depend on, in their
         order."""
         needed = {value for op in inside for value in self._nodes[op.index].reads}
@@ -296,7 +296,7 @@ class Segments:
             if in_ranges and not needed.isdisjoint(self._nodes[op.index].outputs):
                 needed.update(self._nodes[op.index].reads)
                 ops.append(op)
-        if any(op.random or op.once for op in ops):
+        if any(op.random or op.must_run_once for op in ops):
             raise NotTileable("it would run an op again that draws random numbers or has a side effect")
         return ops[::-1]
 
@@ -316,7 +316,7 @@ class Segments:
         fixed = self._fixed.intersection(inputs)  # they get no gradient
         return Program(nodes, inputs, frozenset(static), outputs, self._likes, frozenset(fixed))
 
-    def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile], premium: float) -> Tile | None:
+    def tile_around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile], premium: float) -> Tile | None:
         """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that the op's live bytes
         come nearer to ``target``; None if no segment is expected to lower them by much.
 
@@ -341,18 +341,18 @@ class Segments:
         (reaching_rate, _, reaching_tile), (other_rate, _, other_tile) = reaching, others
         return reaching_tile if reaching_rate * premium >= other_rate else other_tile
 
-    def finer(self, tile: Tile, tiles: Sequence[Tile] = ()) -> Tile | None:
+    def tile_in_more_pieces(self, tile: Tile, tiles: Sequence[Tile] = ()) -> Tile | None:
         """Return the segment in twice as many pieces; None if no axis has enough elements, or if these are too many
         pieces. ``tiles``: all tiles, some of which it may repeat."""
         pieces = 2 * tile.pieces
-        repeats = ranges(tile, tiles)
+        repeats = repeated_ranges(tile, tiles)
         other_axes = () if repeats else (*self.axes, *self.token_axes(tile.last))  # repeated tiles keep their axis
         for axis in dict.fromkeys((tile.axis, *other_axes)):
             if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces, repeats) is not None:
                 return replace(tile, axis=axis, pieces=pieces)
         return None
 
-    def next_level(self, tiles: Sequence[Tile], budget: int) -> tuple[Tile, ...]:
+    def with_next_level(self, tiles: Sequence[Tile], budget: int) -> tuple[Tile, ...]:
         """Return ``tiles`` and those of the next level: the calls outside of tiles that make or read the largest
         results. ``tiles`` alone if there is no further level.
 
@@ -413,7 +413,7 @@ class Segments:
             longer = self._tile_of(tile.first, last, level, large, budget)
             if longer is None or any(tile.last < other.first <= last for other in tiles):
                 break
-            segment = self.segment(longer.first, last, longer.axis, longer.pieces, ranges(longer, level))
+            segment = self.segment(longer.first, last, longer.axis, longer.pieces, repeated_ranges(longer, level))
             if segment is not None and segment.tiled.yields_gradients:
                 return longer
         return tile
@@ -436,7 +436,7 @@ class Segments:
             smallest_pieces = None
             for pieces in PIECES:
                 tile = Tile(first, last, axis, pieces, repeats)
-                segment = self.segment(first, last, axis, pieces, ranges(tile, level))
+                segment = self.segment(first, last, axis, pieces, repeated_ranges(tile, level))
                 if segment is None or pieces > _max_pieces(segment, axis):
                     break
                 smallest_pieces = tile
@@ -473,12 +473,13 @@ class Segments:
         """Return the bytes of a result's gradient whose memory the segment's derivative reuses; 0 if it reuses none.
 
         The derivative may write the gradient of its first differentiable input over the gradient of a result that has
-        the same layout (`Tiled.overwritten`), unless an op outside of the segment reads that result's gradient.
+        the same layout (`Tiled.overwritable_gradient`), unless an op outside of the segment reads that result's
+        gradient.
         """
         values, program = self._graph.values, tiled.program
         kinds = (values[values[v].base].kind for v in program.inputs)
         gets_gradient = [kind not in ("input", "buffer", "constant") for kind in kinds]  # by input
-        if True not in gets_gradient or tiled.overwritten(gets_gradient) is None:
+        if True not in gets_gradient or tiled.overwritable_gradient(gets_gradient) is None:
             return 0
         indices = {op.index for op in inside}
         derivatives = {op.index for op in self._graph.backward_ops if op.gradient_of in indices}
@@ -504,28 +505,28 @@ class Segments:
         present level; the values of a piece are added.
         """
         first, last = segment.first, segment.last
-        own = [live for live in op.live if first <= live.call <= last and not live.stays]
-        later_gradients = (live for live in op.live if live.backward and live.call > last)
+        own = [live for live in op.live if first <= live.call <= last and not live.is_returned_gradient]
+        later_gradients = (live for live in op.live if live.by_derivative and live.call > last)
         incoming = [live for live in later_gradients if any(first <= reader <= last for reader in live.readers)]
         other_bytes = op.level - op.scratch - sum(live.bytes for live in (*own, *incoming))
         # the segment's operands have to be live: those that are not yet are added, recognized by their bytes
-        live_before = Counter(live.bytes for live in op.live if not live.backward and live.call < first)
+        live_before = Counter(live.bytes for live in op.live if not live.by_derivative and live.call < first)
         missing = Counter(size for _, size in segment.operands) - live_before
         other_bytes += sum(size * count for size, count in missing.items())
-        if not op.backward and not segment.tiled.yields_gradients:
+        if not op.in_backward and not segment.tiled.yields_gradients:
             return other_bytes + segment.result_bytes + segment.inner_bytes // pieces
-        if not op.backward:  # its gradients are computed in the forward pass
+        if not op.in_backward:  # its gradients are computed in the forward pass
             other_bytes += segment.weight_bytes
         gradients = segment.result_bytes + sum(size for _, size in segment.operands) - segment.overwritten_bytes
         return other_bytes + gradients + int(BACKWARD_FACTOR * segment.inner_bytes / pieces)
 
 
-def ranges(tile: Tile, tiles: Sequence[Tile]) -> Ranges:
+def repeated_ranges(tile: Tile, tiles: Sequence[Tile]) -> CallRanges:
     """Return first and last calls of the tiles that a tile repeats, and of those that these repeat.
 
     ``tile.repeats`` has the first calls of the tiles, which are among ``tiles``."""
     repeated = [other for other in tiles if other.first in tile.repeats and other.first < tile.first]
-    nested = {pair for other in repeated for pair in ranges(other, tiles)}
+    nested = {pair for other in repeated for pair in repeated_ranges(other, tiles)}
     return tuple(sorted({(other.first, other.last) for other in repeated} | nested))
 
 
@@ -538,7 +539,7 @@ def _cuts(tile: Tile, first: int, last: int) -> bool:
 
 def _max_pieces(segment: Segment, axis: Axis) -> int:
     """Return the most pieces of a segment: each has a sample, or `LEAST_ELEMENTS` elements of a spatial dimension."""
-    return segment.tiled.elements // (LEAST_ELEMENTS if axis.dim else 1)
+    return segment.tiled.smallest_axis_size // (LEAST_ELEMENTS if axis.dim else 1)
 
 
 def over_budget_ops(
@@ -558,11 +559,11 @@ def over_budget_ops(
             if call is not None and (call not in highest or highest[call].level < level):
                 highest[call] = OverBudgetOp(
                     call, level, live=tuple(values[value] for value in live), scratch=max(0, op.scratch),
-                    backward=index >= len(counted.forward), tile=op.target in TILE_OPS,
+                    in_backward=index >= len(counted.forward), is_tile=op.target in TILE_OPS,
                 )  # fmt: skip
         live.difference_update(action.frees)
-        if action.into is not None:  # its memory is the result's now
-            live.discard(action.into)
+        if action.overwritten is not None:  # its memory is the result's now
+            live.discard(action.overwritten)
     return sorted(highest.values(), key=lambda op: -op.level)
 
 
@@ -575,9 +576,9 @@ def _live_value(graph: JointGraph, value: int) -> LiveValue:
     return LiveValue(
         graph.values[value].bytes,
         call=-1 if call is None else call,
-        backward=op is not None and op.phase == "backward",
+        by_derivative=op is not None and op.phase == "backward",
         readers=frozenset(reader for reader in readers if reader is not None),
-        stays=any(graph.base(gradient) == value for _, gradient in graph.gradients),
+        is_returned_gradient=any(graph.base(gradient) == value for _, gradient in graph.gradients),
     )
 
 
@@ -586,5 +587,5 @@ def _node(op: GraphOp) -> Node:
     target, args, kwargs = op.target, op.args, op.kwargs
     if target == "aten._native_batch_norm_legit_functional.default":
         target = "aten._native_batch_norm_legit.default"
-        args, kwargs = without_running(target, args, kwargs), {}
+        args, kwargs = without_running_statistics(target, args, kwargs), {}
     return Node(target, args, kwargs, tuple(value for value in op.outputs if value is not None))

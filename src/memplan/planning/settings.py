@@ -13,7 +13,7 @@ from memplan.devices import Device
 from memplan.planning.cost.optimizer_memory import Optimizer
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 from memplan.planning.ops.eight_bit_moments import EightBitMoments
 from memplan.planning.plan.plan import Plan
 from memplan.planning.search.search import Heuristics
@@ -36,7 +36,7 @@ class PlanOptions:
     """Card for which seconds are estimated; None: the kernels that the step runs by, measured."""
     allow: Allow = "exact"
     engine: Engine = "graph"
-    gradients: GradientUse = STAYS
+    gradients: GradientUse = KEPT_UNTIL_UPDATE
     """Use of each parameter's gradient once it is complete."""
     accumulate: int = 1
     """Micro-batches per update; with more than one, gradients exist when a step begins."""
@@ -59,7 +59,7 @@ class Settings:
 
     optimizer: Optimizer | None = None
     """The user's optimizer; see `counted_optimizer`."""
-    gradients: GradientUse = STAYS
+    gradients: GradientUse = KEPT_UNTIL_UPDATE
     """Use of each parameter's gradient once it is complete."""
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""

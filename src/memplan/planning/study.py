@@ -18,10 +18,10 @@ from memplan.explanation.memory_timeline import MemoryTimeline
 from memplan.explanation.over_time import memory_timeline_of
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
-from memplan.planning.capture.opaque_calls import foreign
+from memplan.planning.capture.opaque_calls import notes_on_library_ops
 from memplan.planning.capture.recapture import recapture_in_channels_last
 from memplan.planning.cost import cpu_workspace
-from memplan.planning.cost.cuda_workspace import on_card
+from memplan.planning.cost.cuda_workspace import with_card_workspaces
 from memplan.planning.cost.eager_baseline import AS_MODELLED, baseline
 from memplan.planning.cost.op_timing import seconds_to_measure, step_seconds, with_costs
 from memplan.planning.cost.optimizer_memory import memory_outside_graph
@@ -32,10 +32,10 @@ from memplan.planning.inductor.candidate_search import Fusing, as_fusible
 from memplan.planning.inductor.fusion_report import UNTOLD, fusion_of, unfused
 from memplan.planning.inductor.partition import Fused
 from memplan.planning.levers.lever import GradientUse, Situation
-from memplan.planning.levers.registry import with_forms
+from memplan.planning.levers.registry import with_encodings
 from memplan.planning.ops.kernel_group import Group
 from memplan.planning.plan.budget_error import budget_error
-from memplan.planning.plan.decisions import by_kernels, decide, tiled
+from memplan.planning.plan.decisions import decide, kernel_decisions, tile_decisions
 from memplan.planning.plan.plan import (
     Plan,
     check_fingerprint,
@@ -45,13 +45,13 @@ from memplan.planning.plan.plan import (
     names_of,
     optimizer_name,
 )
-from memplan.planning.plan.precision_report import cast_copies, lowered
+from memplan.planning.plan.precision_report import cast_copy_peak, lower_precision_decisions
 from memplan.planning.plan.segments_note import segments_note
 from memplan.planning.plan.workspace_band import workspace_band
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.codegen import program
-from memplan.planning.schedule.scheduler import Schedule, frees_gradient, schedule, with_fewest_pieces
+from memplan.planning.schedule.scheduler import Schedule, frees_gradient, schedule, with_fewest_piecewise_ops
 from memplan.planning.schedule.to_trace import reserved_bytes, timeline_of, trace_of
 from memplan.planning.search.order import in_lower_order
 from memplan.planning.search.reserved import least_reserved
@@ -98,10 +98,10 @@ class Study:
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None,
+        self, model: nn.Module, call: Call, captured: Captured, study_as_written: Study | None = None,
         tiles: tuple[Tile, ...] = (), kernels: tuple[Group, ...] = (),
     ) -> None:  # fmt: skip
-        self.model, self.call, self.captured, self.plain = model, call, captured, plain
+        self.model, self.call, self.captured, self.plain = model, call, captured, study_as_written
         self.tiles, self.kernels = tiles, kernels
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
         """Results of `step` by id() of the optimizer, use of gradients and engine."""
@@ -167,7 +167,7 @@ class Study:
         graph, choices = search.graph, Choices(gradients=settings.gradients)
         always_live = sum(_resident(graph, settings, search.outside_memory).values())
         staying = (parameter for parameter, _ in graph.gradients if not frees_gradient(graph, choices, parameter))
-        gradients_at_end = sum(graph.values[parameter].own_bytes for parameter in staying)
+        gradients_at_end = sum(graph.values[parameter].contiguous_bytes for parameter in staying)
         bases = {graph.base(value) for value in graph.outputs}
         outputs = (value for value in graph.values if value.id in bases and value.kind not in RESIDENT)
         output_gradients = (value for value in graph.values if value.kind == "tangent")
@@ -239,7 +239,7 @@ class _Step:
             loss_bytes_ratio=settings.loss_bytes_ratio, tensors=study.tensors,
         )  # fmt: skip
         return Search(
-            graph, outside_memory, gradients=settings.gradients, heuristics=settings.heuristics, steady=steady
+            graph, outside_memory, gradients=settings.gradients, heuristics=settings.heuristics, modelled_graph=steady
         )
 
     @cached_property
@@ -263,9 +263,18 @@ class _Step:
             save_all = schedule(self.search_as_captured.graph, Choices(gradients=settings.gradients))
             trace, timeline = trace_of(save_all, outside_memory), timeline_of(save_all, outside_memory)
             return timeline.peak_reserved, memory_timeline_of(trace, timeline, moments=_MOMENTS)
-        known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
+        known = (
+            partial(cpu_workspace.with_measured_workspaces, limit=cpu_workspace.LIMIT)
+            if _measures(settings)
+            else AS_MODELLED
+        )
         trace, timeline = baseline(
-            study.model, study.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
+            study.model,
+            study.call,
+            settings.optimizer,
+            gradients_exist=settings.gradients.accumulates,
+            home=settings.home,
+            known=known,
         )
         # what the recording lacks: gradients and state of parameters that other steps train; it has workspaces
         added = {cause: size for cause, size in outside_memory.other_bytes.items() if cause != "workspace"}
@@ -303,7 +312,7 @@ class _Planning:
             planned, search = schedule(self._graph, earlier.choices), self._search
             added_seconds_bound = earlier.lower_bound_seconds
             self._check_settings(earlier, timeline_of(planned, outside_memory).peak_reserved)
-            planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=budget))
+            planned = with_fewest_piecewise_ops(planned, partial(fits, outside_memory=outside_memory, budget=budget))
         else:
             planned, added_seconds_bound, search = self._within_budget()
         validate(self._graph, planned, budget=budget, outside_memory=outside_memory)
@@ -331,7 +340,7 @@ class _Planning:
                 if timeline_of(planned, outside_memory).peak_reserved <= budget:
                     return planned, 0.0, search
                 raise budget_error(planned, outside_memory, budget)
-            planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=target))
+            planned = with_fewest_piecewise_ops(planned, partial(fits, outside_memory=outside_memory, budget=target))
             excess = timeline_of(planned, outside_memory).peak_reserved - budget
             if excess <= 0:
                 return planned, result.lower_bound_seconds, search
@@ -378,7 +387,7 @@ class _Planning:
         floor = min(known.peak for known in fusing.candidates)
         bounds = _Bounds(candidate.timeline, floor, self._study.least_peak(settings), seconds_bound=0.0)
         plan = self._plan(candidate.schedule, bounds)
-        fusion = fusion_of(candidate.fused, candidate.codes, settings.device or settings.home.card)
+        fusion = fusion_of(candidate.fused, candidate.code_of_part, settings.device or settings.home.card)
         plan = replace(plan, fusion=fusion, notes=(*plan.notes, *(unfused(fusion) if fusion else (UNTOLD,))))
         captured = replace(self._study.captured, graph=graph)
         return Planned(captured, candidate.schedule, self._outside_memory, plan, candidate.fused)
@@ -417,9 +426,9 @@ class _Planning:
             device=settings.home.target.name if settings.device is None else settings.device.name,
             budget=self._budget,
             decisions=(
-                *lowered(planned.graph, precision),
-                *tiled(graph, plain, study.tiles),
-                *by_kernels(graph, plain, study.kernels),
+                *lower_precision_decisions(planned.graph, precision),
+                *tile_decisions(graph, plain, study.tiles),
+                *kernel_decisions(graph, plain, study.kernels),
                 *decide(planned.graph, planned, outside_memory),
             ),
             choices=planned.choices,
@@ -440,7 +449,7 @@ class _Planning:
             optimizer=optimizer_name(settings.optimizer),
             precision=precision,
             base_seconds=(step_seconds(graph) or None) if is_other_step else None,
-            cast_copies=cast_copies(planned) if precision.compute else 0,
+            cast_copies=cast_copy_peak(planned) if precision.compute else 0,
             course=timeline,
             eager_course=_without_storages(eager_timeline),
         )
@@ -457,13 +466,17 @@ class _Planning:
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of {kernels}")
         if settings.home.card is not None and not planned.choices.fused:
             notes.extend(segments_note(planned, self._outside_memory))
-        expected = {} if settings.home.card is None else on_card(captured.graph, settings.home.card).expected
+        expected = (
+            {}
+            if settings.home.card is None
+            else with_card_workspaces(captured.graph, settings.home.card).expected_scratch
+        )
         if expected:
             # the schedule's simulation is not valid for fused kernels, whose code says when each buffer is live
             band = None if planned.choices.fused else workspace_band(planned, self._outside_memory, expected)
             notes.append(_expected_workspaces(len(expected), bounds.predicted.peak_reserved, band, self._budget))
-        notes.extend(map(str, captured.opaque))
-        notes.extend(foreign(captured.graph))
+        notes.extend(map(str, captured.opaque_calls))
+        notes.extend(notes_on_library_ops(captured.graph))
         if captured.printed:
             notes.append("what forward() prints is not shown while it is traced: it has no values then")
         inputs = ", ".join(dict.fromkeys(call.name_of(condition.input) for condition in captured.conditions))
@@ -502,9 +515,9 @@ def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) ->
     """
     card = settings.device or settings.home.card
     if settings.host_memory and card is not None and settings.engine == "graph":
-        graph = with_forms(graph, Situation(settings.fixed_precision.save, card))
+        graph = with_encodings(graph, Situation(settings.fixed_precision.save, card))
     if settings.home.card is not None:
-        graph = on_card(graph, settings.home.card).graph
+        graph = with_card_workspaces(graph, settings.home.card).graph
     if isinstance(settings.costs, str):
         return with_costs(graph, device=card, how="roofline")
     begin = time.perf_counter()
@@ -513,7 +526,7 @@ def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) ->
     workspace_seconds = time.perf_counter() - begin
     limit = share * seconds_to_measure(settings.home.name)
     limit = max(limit - workspace_seconds, limit / 2)  # timing takes less after kernels ran once
-    return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
+    return with_costs(graph, device=settings.device, known=settings.costs, place=settings.home.name, limit=limit)
 
 
 def _measures(settings: Settings) -> bool:
@@ -535,9 +548,9 @@ def _resident(graph: JointGraph, settings: Settings, outside_memory: OutsideMemo
         if value.kind in RESIDENT:
             cause = cause_of_kind[value.kind]
             sizes[cause] = sizes.get(cause, 0) + value.bytes
-    if settings.gradients.adds:
+    if settings.gradients.accumulates:
         trained = (graph.values[of] for of, _ in graph.gradients)
-        sizes["parameter_gradient"] = sum(value.own_bytes for value in trained if value.kind == "parameter")
+        sizes["parameter_gradient"] = sum(value.contiguous_bytes for value in trained if value.kind == "parameter")
     for cause, size in outside_memory.by_cause().items():
         sizes[cause] = sizes.get(cause, 0) + size
     return sizes

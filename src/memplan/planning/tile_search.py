@@ -106,7 +106,7 @@ class _TileSearch:
         first, then further levels and more pieces. After a segment was refused, the levels are built anew without it.
         """
         segments, settings, budget = self.segments, self._settings, self._budget
-        tiles, level_count, refusals = segments.next_level((), budget), 1, list[str]()
+        tiles, level_count, refusals = segments.with_next_level((), budget), 1, list[str]()
         for _ in range(ROUNDS + REFUSALS):
             safe_point()
             if not any(tile.repeats for tile in tiles):
@@ -120,7 +120,7 @@ class _TileSearch:
                     break
                 tiles = ()
                 for _ in range(level_count):
-                    tiles = segments.next_level(tiles, budget)
+                    tiles = segments.with_next_level(tiles, budget)
                 continue
             except RecordingError as reason:
                 _log.info("the levels cannot run piece by piece: %s", reason)
@@ -130,7 +130,7 @@ class _TileSearch:
             if budget < self.tried.least_peak(settings):
                 break
             over = over_budget_ops_of(self.tried, settings, budget)
-            finer, deeper = _finer(segments, tiles, over), segments.next_level(tiles, budget)
+            finer, deeper = _finer(segments, tiles, over), segments.with_next_level(tiles, budget)
             finer_may_fit = all(op.level - budget <= op.scratch // 2 for op in over)  # with half of their scratch
             changes = (finer, deeper) if finer_may_fit else (deeper, finer)
             next_tiles = next((changed for changed in changes if changed != tiles), None)
@@ -161,8 +161,8 @@ class _TileSearch:
 
 def _finer(segments: Segments, tiles: tuple[Tile, ...], over: Sequence[OverBudgetOp]) -> tuple[Tile, ...]:
     """Return the tiles with twice as many pieces where an op of a tile is in ``over`` and more pieces are possible."""
-    over_budget = {tile for tile in tiles for op in over if op.tile and tile.first <= op.call <= tile.last}
-    return tuple((segments.finer(tile, tiles) or tile) if tile in over_budget else tile for tile in tiles)
+    over_budget = {tile for tile in tiles for op in over if op.is_tile and tile.first <= op.call <= tile.last}
+    return tuple((segments.tile_in_more_pieces(tile, tiles) or tile) if tile in over_budget else tile for tile in tiles)
 
 
 def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budget: int) -> BudgetError:
@@ -191,13 +191,13 @@ def _more_tiles(
         index = next((index for index, tile in enumerate(chosen) if tile.first <= op.call <= tile.last), None)
         if index is not None and chosen[index] not in tiles:
             continue  # chosen for an op with a higher level
-        if index is not None and op.tile:
-            finer = segments.finer(chosen[index])
+        if index is not None and op.is_tile:
+            finer = segments.tile_in_more_pieces(chosen[index])
             if finer is not None:
                 chosen[index] = finer
                 continue
         if new_count < AT_ONCE:
-            around_op = segments.around(op, budget, chosen, premium)
+            around_op = segments.tile_around(op, budget, chosen, premium)
             if around_op is not None:  # in place of the tiles that it contains
                 chosen = [tile for tile in chosen if not around_op.first <= tile.first <= around_op.last]
                 chosen.append(around_op)

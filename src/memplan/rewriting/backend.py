@@ -58,7 +58,7 @@ def memplan(
     def planner_of(module: nn.Module) -> Planner:
         """Return the planner of a module's calls within the budget."""
         planner = StepPlanner(module)
-        return lambda call, adds: planner.planned(call, Settings(gradients=GradientUse(adds=adds)), budget)
+        return lambda call, adds: planner.planned(call, Settings(gradients=GradientUse(accumulates=adds)), budget)
 
     return plan_graph(graph, inputs, planner_of)
 

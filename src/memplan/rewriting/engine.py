@@ -158,7 +158,7 @@ def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, 
     values of parameters, buffers, inputs and constants, in the order of the inputs of ``backward``."""
     graph = captured.graph
     tangents = [value for value in graph.values if value.kind == "tangent"]
-    overwritten = {action.into for action in schedule.backward}
+    overwritten = {action.overwritten for action in schedule.backward}
     last_read = _last_read(schedule)
     guarded = tuple(
         (index, f"Input {value.path}" if value.kind == "input" else f"The {value.kind} '{value.path}'")
@@ -176,10 +176,10 @@ def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, 
         tuple(parts),
         tuple(
             Tangent(output, value.shape, value.stride, getattr(torch, value.dtype.removeprefix("torch.")))
-            for output, value in zip(captured.differentiable, tangents, strict=True)
+            for output, value in zip(captured.outputs_with_tangent, tangents, strict=True)
         ),
         dependencies,
-        unplanned={output: f"output {output}" for output in captured.returned.cut},
+        unplanned={output: f"output {output}" for output in captured.returned.detached_outputs},
         overwritten=frozenset(index for index, value in enumerate(schedule.saved) if value in overwritten),
         guarded=guarded,
         reread=tuple(_read_after_gradient(schedule, groups, guarded_values, last_read)),
@@ -208,7 +208,7 @@ def _last_read(schedule: Schedule) -> dict[int, int]:
     graph, last = schedule.graph, dict[int, int]()
     for position, action in enumerate(schedule.backward):
         reads = set(action.reads)
-        op = None if action.op is None else action.called(graph)
+        op = None if action.op is None else action.called_op(graph)
         if op is not None and op.target == TRAINING_NORM:  # its results do not depend on the running statistics
             other_args = (*op.args[: _STATISTICS.start], *op.args[_STATISTICS.stop :])
             reads &= {graph.base(value) for value in refs((other_args, op.kwargs))}

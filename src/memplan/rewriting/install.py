@@ -106,7 +106,7 @@ class _Variant:
 
     def fits_call(self, call: Call) -> bool:
         """Return whether a call goes through the traced branches."""
-        return self.captured is None or self.captured.holds(call)
+        return self.captured is None or self.captured.takes_traced_branches(call)
 
 
 _Kind = tuple[Key, bool]

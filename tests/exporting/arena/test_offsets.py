@@ -27,14 +27,14 @@ BUFFERS = st.lists(
 
 def peak(buffers: list[Buffer]) -> int:
     """Most bytes that are there at once, action by action."""
-    return max(sum(one.bytes for one in buffers if one.first <= at <= one.last) for at in range(40))
+    return max(sum(one.bytes for one in buffers if one.first_action <= at <= one.last_action) for at in range(40))
 
 
 def overlap(buffers: list[Buffer], offsets: tuple[int, ...]) -> bool:
     """Whether two share a byte at some action: every byte of every action is marked."""
     taken = set[tuple[int, int]]()
     for one, offset in zip(buffers, offsets, strict=True):
-        cells = set(itertools.product(range(one.first, one.last + 1), range(offset, offset + one.bytes)))
+        cells = set(itertools.product(range(one.first_action, one.last_action + 1), range(offset, offset + one.bytes)))
         if cells & taken:
             return True
         taken |= cells
@@ -44,7 +44,7 @@ def overlap(buffers: list[Buffer], offsets: tuple[int, ...]) -> bool:
 @settings(max_examples=40, deadline=None)
 @given(BUFFERS)
 def test_no_two_buffers_share_a_byte(buffers: list[Buffer]) -> None:
-    least = Lifetimes(tuple(buffers), ()).peak
+    least = Lifetimes(tuple(buffers), ()).peak_bytes
     assert least == peak(buffers)
     found = choose_offsets(buffers, least)
     assert not overlap(buffers, found.offsets)
@@ -86,8 +86,8 @@ def lowest(buffers: list[Buffer], order: tuple[int, ...]) -> int:
     for number in order:
         one, at = buffers[number], 0
         while any(
-            other.first <= one.last
-            and one.first <= other.last
+            other.first_action <= one.last_action
+            and one.first_action <= other.last_action
             and at < offsets[k] + other.bytes
             and offsets[k] < at + one.bytes
             for k, other in ((k, buffers[k]) for k in offsets)
@@ -123,5 +123,5 @@ def cut(count: int, seed: int) -> list[Buffer]:
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_of_a_whole_arena_fit_nearly_into_it(seed: int) -> None:
     buffers = cut(40, seed)
-    assert Lifetimes(tuple(buffers), ()).peak == 4 * 64
+    assert Lifetimes(tuple(buffers), ()).peak_bytes == 4 * 64
     assert choose_offsets(buffers, 4 * 64).bytes <= 1.1 * 4 * 64

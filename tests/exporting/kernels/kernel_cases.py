@@ -108,11 +108,11 @@ def _placed(
     for at, tensor in enumerate(tensors):
         flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
         memory[at] = flat.to(torch.int32) if not _without_flags(tensor).is_floating_point() else _without_flags(flat)
-    writer.scales = {}
+    writer.int8_scales = {}
     if narrow is not None:
         base = graph.base(narrow[0])
         memory |= {base: torch.from_numpy(narrow[1].numbers), -1: torch.from_numpy(narrow[1].scales)}
-        writer.scales = {base: f"((float *)p[{len(memory) - 1}])"}
+        writer.int8_scales = {base: f"((float *)p[{len(memory) - 1}])"}
     for value in graph.values:
         if value.base == value.id and value.id not in memory:
             memory[value.id] = torch.full((max(value.bytes // 4, 1),), float("nan"))
@@ -126,7 +126,7 @@ def _placed(
         start = device.offsets.get(value, 0) + (tensors[value].storage_offset() if value < len(tensors) else 0)
         return f"(({kind} *)p[{order[graph.base(value)]}] + {start})"
 
-    writer.graph, writer.place = graph, place
+    writer.graph, writer.pointer_to = graph, place
     lines = [line for op in graph.ops if not op.is_view for line in calls_of(writer, op)]
     results = []
     for given, number in zip(wanted, graph.outputs, strict=True):

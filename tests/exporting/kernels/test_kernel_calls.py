@@ -20,7 +20,7 @@ from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lower import RULES
 from memplan.exporting.lowering.device_graph import FILL
 from memplan.planning.graph.op_schema import CROSS_ENTROPY
-from memplan.planning.passes.split_dropout import MASK
+from memplan.planning.passes.split_dropout import DRAW_MASK
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -525,7 +525,7 @@ def elementwise(target: str) -> Draw:
 
 EVERY = {target: elementwise(target) for target in ELEMENTWISE if target.startswith("aten.")} | DRAWS
 ELSEWHERE = {
-    DROPOUT, MASK, FILL, CROSS_ENTROPY, "aten.native_dropout_backward.default", "aten._to_copy.default",
+    DROPOUT, DRAW_MASK, FILL, CROSS_ENTROPY, "aten.native_dropout_backward.default", "aten._to_copy.default",
     "aten._native_batch_norm_legit_functional.default", "aten.native_batch_norm.default",
     "aten.max_pool2d_with_indices_backward.default", "aten.native_dropout.default",
     "aten.adaptive_max_pool2d_backward.default", "aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor",

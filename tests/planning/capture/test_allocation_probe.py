@@ -25,7 +25,12 @@ def counted(real: bool, call: Callable[[Tensor], Tensor]) -> tuple[int, int, int
             y = call(x)
         with taken.span("after"):
             del y
-    return taken.most("call"), taken.left("call"), taken.most("after"), taken.left("after")
+    return (
+        taken.peak_bytes("call"),
+        taken.remaining_bytes("call"),
+        taken.peak_bytes("after"),
+        taken.remaining_bytes("after"),
+    )
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -41,4 +46,4 @@ def test_what_was_there_before_does_not_count() -> None:
     x = torch.ones(1000)
     with Allocations(real=True) as taken, taken.span("call"):
         del x
-    assert (taken.most("call"), taken.left("call")) == (0, 0)
+    assert (taken.peak_bytes("call"), taken.remaining_bytes("call")) == (0, 0)

@@ -670,4 +670,4 @@ def test_a_branch_on_an_input_is_a_condition() -> None:
         captured, differences = difference(model, (x, mask))
         assert differences == []
         for other in (ones, torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1])):
-            assert captured.holds(call_of((x, other), {})) == (bool(other.all()) == bool(mask.all()))
+            assert captured.takes_traced_branches(call_of((x, other), {})) == (bool(other.all()) == bool(mask.all()))

@@ -33,7 +33,7 @@ def test_tensors_whose_values_change(func: Callable[..., Any], args: tuple[Any, 
     before = ChangedTensors(func, args, kwargs)
     func(*args, **kwargs)
     changed = {id(tensor) for tensor, value in zip(tensors, values, strict=True) if not torch.equal(tensor, value)}
-    assert {id(tensor) for tensor in before.after()} == changed
+    assert {id(tensor) for tensor in before.changed_operands()} == changed
 
 
 def test_tensors_of_inference_mode_have_no_version() -> None:
@@ -41,7 +41,7 @@ def test_tensors_of_inference_mode_have_no_version() -> None:
         x = torch.ones(3)
         before = ChangedTensors(torch.Tensor.mul_, (x, 2), {})
         x.mul_(2)
-        assert before.after() == [x]
+        assert before.changed_operands() == [x]
 
 
 @pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])

@@ -45,7 +45,7 @@ def test_each_tensor_is_returned_once_and_replaced_buffers_after_them() -> None:
     flat = Flat(model, call_of((x,), {}), contextlib.nullcontext)
     assert set(flat.paths.values()) == {"a.weight", "a.bias", "n"}
     outputs = flat(x)
-    assert flat.written == ("n",)
+    assert flat.replaced_buffers == ("n",)
     assert outputs[-1] == 1
     assert model.n == 0
     assert flat.returned is not None
@@ -70,7 +70,7 @@ def test_what_the_loss_does_not_read_is_cut_off() -> None:
     made = flat.returned.rebuild(outputs)
     assert made.loss.requires_grad
     assert not made.logits.requires_grad
-    assert [outputs[at] is made.logits for at in flat.returned.cut] == [True]
+    assert [outputs[at] is made.logits for at in flat.returned.detached_outputs] == [True]
 
 
 class Grows(nn.Module):

@@ -165,7 +165,7 @@ def run(captured: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> tuple
     for op in graph.ops:
         args, kwargs = map_refs((op.args, dict(op.kwargs)), memory.__getitem__)
         result = overload(op.target)(*args, **kwargs)
-        results = result if op.multiple else (result,)
+        results = result if op.returns_tuple else (result,)
         memory.update((value, one) for value, one in zip(op.outputs, results, strict=False) if value is not None)
     gradients = {graph.values[of].path: memory[gradient] for of, gradient in graph.gradients}
     return [memory[value] for value in graph.outputs], gradients

@@ -22,8 +22,8 @@ from torch.profiler import profile
 from memplan.errors import DataDependentError, RecordingError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.capture.opaque_calls import foreign
-from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.capture.opaque_calls import notes_on_library_ops
+from memplan.planning.graph.joint_graph import recomputable_values
 
 LIBRARY = torch.library.Library("memplan_tests", "DEF")
 LIBRARY.define("raw(Tensor x) -> Tensor")
@@ -146,14 +146,14 @@ def test_what_cannot_be_traced_is_called_as_it_is(name: str) -> None:
     function, count = CASES[name]
     captured, differences = difference(Calls(function), (torch.randn(3, 4),))
     assert differences == []
-    assert len(captured.opaque) == count
-    assert all("called as it is" in str(one) and "test_opaque_calls.py:" in str(one) for one in captured.opaque)
+    assert len(captured.opaque_calls) == count
+    assert all("called as it is" in str(one) and "test_opaque_calls.py:" in str(one) for one in captured.opaque_calls)
 
 
 def test_it_runs_once_and_holds_what_it_says() -> None:
     captured = capture(Calls(product), call_of((torch.randn(3, 4),), {}))
     (op,) = [op for op in captured.graph.ops if op.target == "memplan.opaque.default"]
-    assert not set(op.makes) & recomputable(captured.graph)
+    assert not set(op.makes) & recomputable_values(captured.graph)
     handle = captured.graph.values[op.outputs[-1] or 0]
     assert (
         handle.bytes == 3 * 4 * 4 + 4
@@ -185,8 +185,8 @@ def test_what_a_function_hides_is_held() -> None:
     graph = captured.graph
     tanh = [op.makes[0] for op in graph.ops if op.target == "aten.tanh.default"]
     assert graph.irreplaceable == {tanh[0]}
-    assert tanh[0] not in recomputable(graph)
-    assert tanh[1] in recomputable(graph)
+    assert tanh[0] not in recomputable_values(graph)
+    assert tanh[1] in recomputable_values(graph)
 
 
 LIBRARY.define("half(Tensor(a) x) -> Tensor(a)")
@@ -200,8 +200,8 @@ def test_a_librarys_op_is_called_once_and_named() -> None:
     captured, differences = difference(Calls(calls), (torch.randn(4, 4),))
     assert differences == []
     (op,) = [op for op in captured.graph.forward_ops if op.target == "memplan_tests.twice.default"]
-    assert op.once
-    (said,) = foreign(captured.graph)
+    assert op.must_run_once
+    (said,) = notes_on_library_ops(captured.graph)
     assert said.startswith("memplan_tests.twice.default (")
     assert "test_opaque_calls.py:" in said
 

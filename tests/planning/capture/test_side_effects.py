@@ -55,12 +55,12 @@ def test_a_change_is_named_and_put_back(name: str) -> None:
     model = Model()
     change, called = CHANGES[name]
     watch, again = Watch(model), Watch(model)
-    assert watch.changes() == []
+    assert watch.changed_attributes() == []
     change(model.inner)
-    assert watch.changes() == [called]
+    assert watch.changed_attributes() == [called]
     watch.restore()
-    assert watch.changes() == []
-    assert again.changes() == []
+    assert watch.changed_attributes() == []
+    assert again.changed_attributes() == []
 
 
 def test_nothing_that_becomes_something_plain_does_not_count() -> None:
@@ -68,7 +68,7 @@ def test_nothing_that_becomes_something_plain_does_not_count() -> None:
     watch = Watch(model)
     model.inner.nothing = "single_label"
     model.inner.number = 1
-    assert watch.changes() == []
+    assert watch.changed_attributes() == []
     watch.restore()
     assert model.inner.nothing is None
 
@@ -78,9 +78,9 @@ def test_draws_are_seen_and_put_back(draw: Callable[[], Any]) -> None:
     watch = Watch(nn.Linear(2, 2))
     first = draw()
     torch.rand(2)
-    assert len(watch.draws()) == 1
+    assert len(watch.drawn_generators()) == 1
     watch.restore()
-    assert watch.draws() == []
+    assert watch.drawn_generators() == []
     assert draw() == first
 
 
@@ -105,4 +105,4 @@ def test_torchs_own_hooks_may_be_there() -> None:
     refuse_hooks(model)
     watch = Watch(model)
     model(torch.ones(2))
-    assert watch.changes() == []
+    assert watch.changed_attributes() == []

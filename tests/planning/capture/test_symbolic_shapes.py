@@ -17,7 +17,7 @@ from memplan.planning.capture.capture import Captured, SymbolicError, capture, c
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.capture.symbolic_shapes import Shapes
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.reuse_choices import translate_choices
 from memplan.planning.schedule.scheduler import schedule
@@ -43,8 +43,8 @@ def gpt() -> nn.Module:
 def of_gpt(gpt: nn.Module) -> Shapes:
     """Of sizes that differ in both dimensions, traced with symbols for them."""
     shapes = shapes_of(gpt)
-    shapes.known(tokens(4, 24))
-    shapes.captured(tokens(3, 19))
+    shapes.record_sizes(tokens(4, 24))
+    shapes.capture(tokens(3, 19))
     return shapes
 
 
@@ -78,20 +78,23 @@ def content(captured: Captured) -> Any:
 @needs_sizes_as_symbols
 def test_a_transformers_graph_is_the_captured_one(gpt: nn.Module, of_gpt: Shapes, monkeypatch: Any) -> None:
     count = Counted(monkeypatch)
-    found, alone = of_gpt.captured(tokens(2, 2)), capture(gpt, tokens(2, 2))
+    found, alone = of_gpt.capture(tokens(2, 2)), capture(gpt, tokens(2, 2))
     assert content(found) == content(alone)
-    assert (found.returned.order, found.differentiable) == (alone.returned.order, alone.differentiable)
+    assert (found.returned.output_indices, found.outputs_with_tangent) == (
+        alone.returned.output_indices,
+        alone.outputs_with_tangent,
+    )
     assert count.alone == count.symbolic == 0
 
 
 def test_a_convolutional_networks_graph_is_the_captured_one(monkeypatch: Any) -> None:
     model = SmallResNet()
     shapes = shapes_of(model)
-    shapes.known(call_of((torch.randn(8, 3, 16, 16),), {}))
-    shapes.captured(call_of((torch.randn(6, 3, 16, 16),), {}))
+    shapes.record_sizes(call_of((torch.randn(8, 3, 16, 16),), {}))
+    shapes.capture(call_of((torch.randn(6, 3, 16, 16),), {}))
     count = Counted(monkeypatch)
     call = call_of((torch.randn(2, 3, 16, 16),), {})
-    found = shapes.captured(call)
+    found = shapes.capture(call)
     assert count.alone == 0
     assert content(found) == content(capture(model, call))
 
@@ -99,9 +102,9 @@ def test_a_convolutional_networks_graph_is_the_captured_one(monkeypatch: Any) ->
 def test_one_size_first_then_another(monkeypatch: Any) -> None:
     by_token = with_loss(nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40)), token_loss)
     shapes, count = shapes_of(by_token), Counted(monkeypatch)
-    shapes.known(tokens(4, 24))
+    shapes.record_sizes(tokens(4, 24))
     for sizes, alone, symbolic in (((4, 23), 0, 1), ((4, 9), 0, 1), ((3, 9), 0, 2), ((2, 11), 0, 2), ((4, 24), 0, 2)):
-        shapes.captured(tokens(*sizes))
+        shapes.capture(tokens(*sizes))
         assert (count.alone, count.symbolic) == (alone, symbolic)
 
 
@@ -110,9 +113,9 @@ def test_sizes_that_torch_takes_for_numbers_are_captured_alone(
     gpt: nn.Module, of_gpt: Shapes, monkeypatch: Any
 ) -> None:
     count, call = Counted(monkeypatch), tokens(1, 8)
-    assert content(of_gpt.captured(call)) == content(capture(gpt, call))
+    assert content(of_gpt.capture(call)) == content(capture(gpt, call))
     assert count.alone == 1
-    of_gpt.captured(tokens(2, 8))
+    of_gpt.capture(tokens(2, 8))
     assert count.alone == 1, "and the graph for the others stays"
 
 
@@ -159,9 +162,9 @@ def rows(count: int) -> Call:
 def test_sizes_that_take_another_branch_are_captured_alone(monkeypatch: Any) -> None:
     model = Branching()
     shapes, count = shapes_of(model), Counted(monkeypatch)
-    shapes.known(rows(30))
+    shapes.record_sizes(rows(30))
     for size, alone in ((25, 0), (22, 0), (21, 0), (20, 1), (8, 2), (40, 2)):
-        assert content(shapes.captured(rows(size))) == content(capture(model, rows(size)))
+        assert content(shapes.capture(rows(size))) == content(capture(model, rows(size)))
         assert count.alone == alone
 
 
@@ -169,10 +172,10 @@ def test_sizes_that_take_another_branch_are_captured_alone(monkeypatch: Any) -> 
 def test_what_is_more_than_integers_and_tensors_is_captured_alone(kind: type[nn.Module], monkeypatch: Any) -> None:
     model = kind(8, 8)
     shapes, count = shapes_of(model), Counted(monkeypatch)
-    shapes.known(rows(30))
+    shapes.record_sizes(rows(30))
     for size in (25, 22):
         call = rows(size)
-        found = shapes.captured(call)
+        found = shapes.capture(call)
         assert content(found) == content(capture(model, call))
         assert list(found.returned.structure.constants()) == ([size] if kind is Counting else [])
     assert (count.alone, count.symbolic) == (2, 1), "tried once"
@@ -190,12 +193,12 @@ def test_a_module_is_as_it_was_when_its_trace_with_symbols_fails() -> None:
 def test_layouts_and_states_are_kinds_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
     shapes = shapes_of(model)
-    shapes.known(rows(30))
-    shapes.captured(rows(25))
+    shapes.record_sizes(rows(30))
+    shapes.capture(rows(25))
     transposed = call_of((torch.randn(8, 9).t(),), {})
-    assert content(shapes.captured(transposed)) == content(capture(model, transposed))
+    assert content(shapes.capture(transposed)) == content(capture(model, transposed))
     model.train()
-    assert content(shapes.captured(rows(9))) == content(capture(model, rows(9)))
+    assert content(shapes.capture(rows(9))) == content(capture(model, rows(9)))
 
 
 # -- decisions
@@ -209,7 +212,7 @@ def large(gpt: nn.Module) -> JointGraph:
 @pytest.mark.slow
 def test_choices_name_the_same_values_and_ops(gpt: nn.Module, large: JointGraph) -> None:
     small = capture(gpt, tokens(2, 9)).graph
-    again = sorted(recomputable(large))
+    again = sorted(recomputable_values(large))
     pieces = frozenset(op.index for op in large.backward_ops[::5])
     encoded = frozenset((one.lever, one.value) for one in large.forms)
     choices = Choices(recompute=frozenset(again[::2]), saved_forms=encoded, pieces=pieces, gradients=EARLY)

@@ -16,7 +16,7 @@ import memplan
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost import cpu_workspace
-from memplan.planning.graph.op_schema import NUMBERS, overload
+from memplan.planning.graph.op_schema import NUMBER_TENSOR_BYTES, overload
 from memplan.planning.graph.precision import Precision
 
 aten = torch.ops.aten
@@ -44,11 +44,13 @@ def convolution(dims: int, channels: int, stride: int, last: bool, dtype: torch.
 def test_convolutions(dims: int, channels: int, stride: int, last: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     args = convolution(dims, channels, stride, last, dtype)
-    assert cpu_workspace.measured("aten.convolution.default", args, {}) == held(lambda: aten.convolution.default(*args))
+    assert cpu_workspace.measured_workspace("aten.convolution.default", args, {}) == held(
+        lambda: aten.convolution.default(*args)
+    )
     gradient = torch.randn_like(aten.convolution.default(*args))
     for mask in ([True, True, False], [False, True, False], [True, False, False]):
         given = gradient, *args[:2], [0], *args[3:], mask
-        found = cpu_workspace.measured("aten.convolution_backward.default", given, {})
+        found = cpu_workspace.measured_workspace("aten.convolution_backward.default", given, {})
         assert found == held(lambda given=given: aten.convolution_backward.default(*given))
 
 
@@ -56,16 +58,16 @@ def test_convolutions(dims: int, channels: int, stride: int, last: bool, dtype: 
 def test_products(size: int) -> None:
     torch.manual_seed(0)
     a, b, c = (torch.randn(size, size).bfloat16() for _ in range(3))
-    assert cpu_workspace.measured("aten.mm.default", (a, b.T), {}) == held(lambda: aten.mm.default(a, b.T))
-    found = cpu_workspace.measured("aten.addmm.default", (c, a, b), {"alpha": 2})
+    assert cpu_workspace.measured_workspace("aten.mm.default", (a, b.T), {}) == held(lambda: aten.mm.default(a, b.T))
+    found = cpu_workspace.measured_workspace("aten.addmm.default", (c, a, b), {"alpha": 2})
     assert found == held(lambda: aten.addmm.default(c, a, b, alpha=2))
-    assert cpu_workspace.measured("aten.mm.out", (a, b), {"out": c}) == held(lambda: aten.mm.out(a, b, out=c))
+    assert cpu_workspace.measured_workspace("aten.mm.out", (a, b), {"out": c}) == held(lambda: aten.mm.out(a, b, out=c))
 
 
 def test_what_formulas_know_is_not_run() -> None:
     x = torch.randn(4, 4)
-    assert cpu_workspace.measured("aten.mm.default", (x, x), {}) is None
-    assert cpu_workspace.measured("aten.relu.default", (x.bfloat16(),), {}) is None
+    assert cpu_workspace.measured_workspace("aten.mm.default", (x, x), {}) is None
+    assert cpu_workspace.measured_workspace("aten.relu.default", (x.bfloat16(),), {}) is None
 
 
 class Total(nn.Module):
@@ -91,7 +93,7 @@ def test_a_graph_is_told_what_its_ops_hold() -> None:
         made = {v.id: made[v.id].as_strided(v.shape, v.stride) for v in graph.values if all(v.stride)}
         args, kwargs = cpu_workspace.map_refs((op.args, op.kwargs), made.__getitem__)
         call = functools.partial(overload(op.target), *args, **kwargs)
-        assert op.scratch == held(call) + NUMBERS
+        assert op.scratch == held(call) + NUMBER_TENSOR_BYTES
     others = [(op, other) for op, other in zip(found.ops, graph.ops, strict=True) if op.target not in targets]
     assert all(op is other for op, other in others)
 
@@ -136,7 +138,7 @@ def test_nothing_of_the_callers_is_touched() -> None:
     before = x.detach().clone()
     args = x, torch.zeros(4, 3, 3, 3).bfloat16(), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
     with torch.autocast("cpu"):
-        cpu_workspace.measured("aten.convolution.default", args, {})
+        cpu_workspace.measured_workspace("aten.convolution.default", args, {})
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(before, x)
     assert x.grad is None
@@ -145,7 +147,7 @@ def test_nothing_of_the_callers_is_touched() -> None:
 def test_a_kernel_that_fails_goes_by_the_formula() -> None:
     x, w = torch.randn(1, 3, 8, 8), torch.randn(4, 5, 3, 3)  # other channels than the weight takes
     args = x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-    assert cpu_workspace.measured("aten.convolution.default", args, {}) is None
+    assert cpu_workspace.measured_workspace("aten.convolution.default", args, {}) is None
 
 
 def test_planning_beside_a_profiler_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from memplan.devices import Device, find
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost import cuda_workspace
-from memplan.planning.cost.cuda_workspace import libraries, on_card
+from memplan.planning.cost.cuda_workspace import library_workspaces, with_card_workspaces
 from memplan.planning.graph.placement import Home
 from memplan.trace.semantics.kinds import Temporary, WorkspaceQuery
 
@@ -27,9 +27,9 @@ def test_cublas_keeps_one_workspace_as_both_passes_of_a_plan_run_in_one_thread(m
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # importing MONAI sets it
     graph = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), call_of((torch.randn(4, 8),), {})).graph
     # CUDA's documentation of torch: 4096 KiB twice and 16 KiB eight times by default, 32 MiB on sm_90
-    assert sum(libraries(graph, Home("cuda:0", find("rtx4090"))).values()) == (2 * 4096 + 8 * 16) * 1024
-    assert sum(libraries(graph, Home("cuda:0", find("h100"))).values()) == 32 << 20
-    assert libraries(graph, Home()) == {}
+    assert sum(library_workspaces(graph, Home("cuda:0", find("rtx4090"))).values()) == (2 * 4096 + 8 * 16) * 1024
+    assert sum(library_workspaces(graph, Home("cuda:0", find("h100"))).values()) == 32 << 20
+    assert library_workspaces(graph, Home()) == {}
 
 
 def test_products_inside_of_a_kernel_take_the_workspace_of_cublas_too() -> None:
@@ -46,12 +46,12 @@ def test_products_inside_of_a_kernel_take_the_workspace_of_cublas_too() -> None:
     model, call = Classifier(), call_of((torch.randn(32, 64), torch.randint(100, (32,))), {})
     captured = capture(model, call, kernels=capture(model, call).groups)
     assert not any("mm" in op.target for op in captured.graph.ops)
-    assert sum(libraries(captured.graph, Home("cuda:0", find("h100"))).values()) == 32 << 20
+    assert sum(library_workspaces(captured.graph, Home("cuda:0", find("h100"))).values()) == 32 << 20
 
 
 def test_a_convolution_takes_a_workspace_cudnn_scratch_for_a_while() -> None:
     graph = capture(nn.Conv2d(64, 64, 3, padding=1), call_of((torch.randn(2, 64, 32, 32),), {})).graph
-    found = on_card(graph, find("rtx4090"))
+    found = with_card_workspaces(graph, find("rtx4090"))
     scratch = {op.target: op.scratch for op in found.graph.ops}
     assert scratch["aten.convolution.default"] > 0
     assert scratch["aten.convolution_backward.default"] > 0
@@ -69,7 +69,7 @@ def test_a_convolution_takes_what_this_environments_cudnn_says(monkeypatch: pyte
     monkeypatch.setattr(cuda_workspace, "ask", said)
     data = torch.randn(2, 64, 32, 32, requires_grad=True)
     graph = capture(nn.Conv2d(64, 64, 3, padding=1), call_of((data,), {})).graph
-    ops = [op for op in on_card(graph, find("rtx4090")).graph.ops if "convolution" in op.target]
+    ops = [op for op in with_card_workspaces(graph, find("rtx4090")).graph.ops if "convolution" in op.target]
     found = {tuple(value is not None for value in op.outputs): op.scratch for op in ops}
     assert found == {(True,): 3 << 20, (False, True, True): (7 << 20) - 512, (True, False, False): 5 << 20}
 
@@ -84,9 +84,9 @@ def test_without_cudnn_a_convolution_takes_the_expected_workspace(monkeypatch: p
     monkeypatch.setattr(cuda_workspace, "find_cudnn", lambda environment: Cudnn(None, 92000, is_default=True))
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(64 * 32 * 32, 2))
     graph = capture(model, call_of((torch.randn(2, 64, 32, 32),), {})).graph
-    found = on_card(graph, find("rtx4090"))
+    found = with_card_workspaces(graph, find("rtx4090"))
     assert {op.scratch for op in found.graph.ops if op.target == "aten.convolution.default"} == {4 << 20}
-    assert len(found.expected) == sum("convolution" in op.target for op in graph.ops) == 2
+    assert len(found.expected_scratch) == sum("convolution" in op.target for op in graph.ops) == 2
 
 
 def test_what_is_made_later_takes_the_place_of_an_earlier_workspace() -> None:

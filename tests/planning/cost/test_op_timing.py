@@ -20,7 +20,7 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost import op_timing
 from memplan.planning.cost.op_timing import costs_of, signature, step_seconds, unmeasured, with_costs
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable_values
 from memplan.simulation.allocator.allocator import CachingAllocator
 from memplan.simulation.allocator.settings import AllocatorSettings
 
@@ -41,7 +41,7 @@ def graph_of(model: nn.Module, *shape: int) -> JointGraph:
 
 def encoded(graph: JointGraph) -> JointGraph:
     """The graph with an encoding of its first recomputable value."""
-    first = graph.values[min(recomputable(graph))]
+    first = graph.values[min(recomputable_values(graph))]
     number = len(graph.values)
     form = Value(number, "form", "encoded", number, first.bytes // 32, (first.bytes // 32,), (1,), "uint8")
     return replace(graph, values=(*graph.values, form), forms=(SavedForm("encode", first.id, number, "bits"),))
@@ -93,11 +93,13 @@ def test_each_distinct_op_is_measured_once(timed: list[str]) -> None:
 def test_what_may_be_recomputed_is_measured_first(timed: list[str]) -> None:
     graph = graph_of(net(), 8, 32)
     with_costs(graph)
-    again = {signature(graph, graph.maker[value]) for value in recomputable(graph)}
+    again = {signature(graph, graph.maker[value]) for value in recomputable_values(graph)}
     backward = {signature(graph, op) for op in graph.backward_ops} - {signature(graph, op) for op in graph.forward_ops}
     assert set(timed[: len(again)]) == again
     assert set(timed[-len(backward) :]) == backward
-    largest = max((graph.maker[v] for v in recomputable(graph)), key=lambda op: roofline.work_of(graph, op).bytes)
+    largest = max(
+        (graph.maker[v] for v in recomputable_values(graph)), key=lambda op: roofline.work_of(graph, op).bytes
+    )
     assert timed[0] == signature(graph, largest)
 
 
@@ -262,10 +264,10 @@ def test_encodings_are_measured_by_what_runs() -> None:
         found.append(priced.forms)
     for small, large in zip(*found, strict=True):
         assert large.store_seconds > small.store_seconds > 0
-        assert (large.fetch_seconds > 0) == large.whole
-        assert large.direct_seconds >= 0
-        assert large.use_seconds == large.store_seconds + large.direct_seconds
-    assert [one.how for one in found[1]] == ["sign", "index", "bits"]
+        assert (large.fetch_seconds > 0) == large.can_restore_value
+        assert large.direct_reader_extra_seconds >= 0
+        assert large.use_seconds == large.store_seconds + large.direct_reader_extra_seconds
+    assert [one.codec for one in found[1]] == ["sign", "index", "bits"]
 
 
 def test_what_a_direct_reader_takes_more_is_timed_against_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +275,7 @@ def test_what_a_direct_reader_takes_more_is_timed_against_the_op(monkeypatch: py
     times = {"memplan.threshold_backward_bits.default": 5.0, "aten.threshold_backward.default": 3.5}
     monkeypatch.setattr(op_timing, "_fastest_run", lambda graph, called, on: times.get(called[0], 1.0))
     (encoding,) = with_costs(graph).forms
-    assert (encoding.store_seconds, encoding.direct_seconds) == (1.0, 1.5)
+    assert (encoding.store_seconds, encoding.direct_reader_extra_seconds) == (1.0, 1.5)
 
 
 class _Card:

@@ -36,8 +36,8 @@ def test_state_and_update_are_what_the_allocator_says(name: str) -> None:
     optimizer.step()
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     found = update_of(OPTIMIZERS[name], SHAPES)
-    assert found.state == storage_bytes(held)
-    assert abs(found.most - measure_step(optimizer.step).growth_peak) <= 64  # scalars that kernels wrap
+    assert found.state_bytes == storage_bytes(held)
+    assert abs(found.peak_bytes - measure_step(optimizer.step).growth_peak) <= 64  # scalars that kernels wrap
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
@@ -65,20 +65,20 @@ LINEAR = 4 * (16 * 16 + 16)
 def test_what_belongs_to_the_rest_of_the_model_counts(held: bool) -> None:
     model, x = Heads(), torch.randn(2, 16)
     graph = capture(model, call_of((x,), {})).graph
-    bare = memory_outside_graph(model, graph, None, GradientUse(adds=held))
+    bare = memory_outside_graph(model, graph, None, GradientUse(accumulates=held))
     expected = {"parameter_gradient": LINEAR} if held else {}
     assert bare.by_cause() == expected
     make = functools.partial(torch.optim.AdamW, foreach=True)
-    outside_memory = memory_outside_graph(model, graph, make, GradientUse(adds=held))
+    outside_memory = memory_outside_graph(model, graph, make, GradientUse(accumulates=held))
     optimizer = make(model.parameters())
     (model(x).sum() + model.right(x).sum()).backward()
     optimizer.step()
     state = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
     assert outside_memory.by_cause() == {**expected, "optimizer_state": storage_bytes(state)}
     assert outside_memory.held_bytes == sum(outside_memory.by_cause().values())
-    assert (outside_memory.update > memory_outside_graph(model, graph, make).update) == held
+    assert (outside_memory.update_bytes > memory_outside_graph(model, graph, make).update_bytes) == held
     by_cause: dict[str, int] = {}
-    trace = trace_of(schedule(graph, Choices(gradients=GradientUse(adds=held))), bare)
+    trace = trace_of(schedule(graph, Choices(gradients=GradientUse(accumulates=held))), bare)
     for storage in trace.storages:
         if storage.born <= trace.steps[0]:
             by_cause[storage.cause] = by_cause.get(storage.cause, 0) + storage.bytes

@@ -44,6 +44,6 @@ class Casting(nn.Module):
 
 def test_outputs_have_the_dtypes_that_the_model_gives_them() -> None:
     captured = capture(Casting(), call_of((torch.randn(2, 8),), {}), Precision("bfloat16"))
-    dtypes = [captured.graph.values[captured.graph.outputs[at]].dtype for at in captured.returned.order]
+    dtypes = [captured.graph.values[captured.graph.outputs[at]].dtype for at in captured.returned.output_indices]
     assert dtypes == ["float32", "bfloat16", "float32", "float32"]
-    assert captured.returned.order[2] == captured.returned.order[3]
+    assert captured.returned.output_indices[2] == captured.returned.output_indices[3]

@@ -51,7 +51,7 @@ class Lowering:
 
 def fusible(graph: JointGraph) -> JointGraph:
     """Without forms that work in another value's memory, as for fused kernels."""
-    return replace(graph, ops=tuple(replace(op, overwrites=(), scratch_into=None) for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, overwrites=(), in_place_scratch=None) for op in graph.ops))
 
 
 def fusing_of(
@@ -235,7 +235,7 @@ def test_the_floor_is_sought_by_seconds_of_fused_kernels_that_are_the_same_every
     model, inputs = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
     call = call_of((inputs,), {})
     study = Planner(model).study(call, Settings(engine="inductor"))
-    steady = study.search(Settings(engine="inductor")).steady
+    steady = study.search(Settings(engine="inductor")).modelled_graph
     assert steady is not None
     plain = with_costs(study.captured.graph, how="roofline")
     share = {op.target: fused.seconds / op.seconds for op, fused in zip(plain.ops, steady.ops, strict=True) if op.makes}
@@ -261,7 +261,7 @@ def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
 
     def measured(graph: JointGraph) -> Fusing:
         ops = tuple(replace(op, seconds=op.seconds * (0.5 + seconds.random())) for op in graph.ops)
-        return Fusing(Search(replace(graph, ops=ops), steady=graph))
+        return Fusing(Search(replace(graph, ops=ops), modelled_graph=graph))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidate_search, "lower_and_predict", judged)

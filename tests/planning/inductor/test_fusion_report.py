@@ -27,7 +27,7 @@ from memplan._torch import inductor, scheduled
 from memplan._torch.patches import patched
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.graph.joint_graph import RESIDENT, recomputable
+from memplan.planning.graph.joint_graph import RESIDENT, recomputable_values
 from memplan.planning.inductor import fusion_report
 from memplan.planning.inductor.partition import Fused, as_fused, fused
 from memplan.planning.plan import fusion as fusion_
@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 CHOICES: dict[str, Callable[[Any], Choices]] = {
     "all kept": lambda graph: Choices(),
-    "recomputed": lambda graph: Choices(recompute=recomputable(graph)),
+    "recomputed": lambda graph: Choices(recompute=recomputable_values(graph)),
     "encoded": lambda graph: Choices(saved_forms=all_kept(graph, "encode")),
     "held": lambda graph: Choices(gradients=HELD),
 }
@@ -290,7 +290,7 @@ def test_before_the_bytes_are_those_of_the_tensors_that_ops_take_and_give(
         run(captured, of.schedule, network, x)
     twice = 0
     for action in (*of.schedule.forward, *of.schedule.backward):
-        op = None if action.op is None else action.called(captured.graph)
+        op = None if action.op is None else action.called_op(captured.graph)
         if op is not None and op.target.startswith("aten.") and "batch_norm" in op.target:
             size = captured.graph.values[op.args[0].value].bytes
             twice += size * (2 if "backward" in op.target else 1)

@@ -15,7 +15,7 @@ import memplan
 from memplan import _torch
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.graph.joint_graph import recomputable_values
 from memplan.planning.inductor.merge_convolution_backward import affordable_pairs
 from memplan.planning.inductor.partition import as_fused
 from memplan.planning.schedule.actions import Choices
@@ -120,11 +120,11 @@ def test_nothing_is_there_together_that_would_raise_the_peak(name: str, again: b
     """By hand: during what is put together there is, beside what was, all that the second part makes and takes."""
     make, shape, _ = MODELS[name]
     graph = capture(make(), call_of((torch.randn(shape),), {})).graph
-    made = as_fused(graph, Choices(joined=True, recompute=recomputable(graph) if again else frozenset()))
+    made = as_fused(graph, Choices(joined=True, recompute=recomputable_values(graph) if again else frozenset()))
     found, actions = levels(made), (*made.forward, *made.backward)
     during = (*found.forward, *found.backward)
     for first, second in affordable_pairs(made).items():
-        ops = [action.called(graph) for action in (actions[first], actions[second])]
+        ops = [action.called_op(graph) for action in (actions[first], actions[second])]
         assert [op.args[10][:2] for op in ops] == [[False, True], [True, False]]
         assert ops[0].gradient_of == ops[1].gradient_of
         more = sum(graph.values[value].bytes for value in ops[1].makes) + ops[1].scratch

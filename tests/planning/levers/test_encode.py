@@ -17,7 +17,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Phase,
 from memplan.planning.graph.precision import Save
 from memplan.planning.levers import encode
 from memplan.planning.levers.lever import Called, Situation
-from memplan.planning.levers.registry import find, with_forms
+from memplan.planning.levers.registry import find, with_encodings
 
 ATEN = torch.ops.aten
 
@@ -59,7 +59,7 @@ class Recorder:
         return tuple(made) if len(made) > 1 else made[0]
 
     def graph(self) -> JointGraph:
-        return with_forms(JointGraph(tuple(self.values), tuple(self.ops), (), ()), Situation())
+        return with_encodings(JointGraph(tuple(self.values), tuple(self.ops), (), ()), Situation())
 
     def run(self, call: Called, more: dict[int, Tensor] | None = None) -> Tensor:
         target, args, kwargs = call
@@ -85,10 +85,12 @@ def encoded(recorder: Recorder, graph: JointGraph, encoding: SavedForm) -> Tenso
 
 def check_direct(recorder: Recorder, graph: JointGraph, encoding: SavedForm) -> None:
     form = encoded(recorder, graph, encoding)
-    for index in encoding.direct:
+    for index in encoding.direct_readers:
         op = graph.ops[index]
         expected = recorder.tensors[op.outputs[0] or 0]
-        given = op_schema.arguments_of(op.target, op.args, op.kwargs)[encode.DIRECT[op.target].same].value
+        given = op_schema.arguments_of(op.target, op.args, op.kwargs)[
+            encode.BITS_READERS[op.target].same_layout_operand
+        ].value
         for in_place in (False, True):
             copy = recorder.tensors[given].clone()
             call = ENCODE.read_directly(graph, encoding, op, in_place=in_place)
@@ -122,7 +124,12 @@ def test_a_gradient_reads_bits(
     y = r.call(f"aten.{forward}.default", x)
     r.call(f"aten.{backward}.default", g, y, *rest, phase="backward")
     (encoding,) = r.graph().forms
-    assert (encoding.value, encoding.how, encoding.whole, encoding.direct) == (y.value, codec, False, (1,))
+    assert (encoding.value, encoding.codec, encoding.can_restore_value, encoding.direct_readers) == (
+        y.value,
+        codec,
+        False,
+        (1,),
+    )
     assert r.graph().values[encoding.encoded].bytes == r.values[y.value].bytes // 32
     check_direct(r, r.graph(), encoding)
 
@@ -136,7 +143,12 @@ def test_a_mask_becomes_bits_and_comes_back() -> None:
     r.call("aten.mul.Tensor", g, mask, phase="backward")
     graph = r.graph()
     (encoding,) = graph.forms
-    assert (encoding.value, encoding.how, encoding.whole, encoding.direct) == (mask.value, "bits", True, (1, 2))
+    assert (encoding.value, encoding.codec, encoding.can_restore_value, encoding.direct_readers) == (
+        mask.value,
+        "bits",
+        True,
+        (1, 2),
+    )
     form = encoded(r, graph, encoding)
     assert form.numel() == 64 * 129 // 8
     back = r.run(ENCODE.fetch(graph, encoding), {encoding.encoded: form})
@@ -174,12 +186,17 @@ def test_indices_become_the_smallest_integers_that_hold_them(
     graph = r.graph()
     (encoding,) = graph.forms
     form = encoded(r, graph, encoding)
-    assert (encoding.value, encoding.how, encoding.whole, form.dtype) == (indices.value, "index", True, dtype)
+    assert (encoding.value, encoding.codec, encoding.can_restore_value, form.dtype) == (
+        indices.value,
+        "index",
+        True,
+        dtype,
+    )
     assert same(r.run(ENCODE.fetch(graph, encoding), {encoding.encoded: form}), r.tensors[indices.value])
 
 
 def test_every_op_with_indices_is_tried() -> None:
-    assert {case[1] for case in INDEXED} == set(encode.INDICES)
+    assert {case[1] for case in INDEXED} == set(encode.INDEX_RESULTS)
 
 
 class Stem(nn.Module):
@@ -196,7 +213,7 @@ class Stem(nn.Module):
 
 def test_a_captured_graph_has_the_encodings_that_its_ops_allow() -> None:
     graph = capture(Stem(), call_of((torch.randn(4, 3, 32, 32),), {})).graph
-    found = [(one.how, graph.values[one.encoded].dtype, one.whole) for one in graph.forms]
+    found = [(one.codec, graph.values[one.encoded].dtype, one.can_restore_value) for one in graph.forms]
     assert sorted(found) == [
         ("bits", "uint8", True), ("bits", "uint8", True), ("index", "int16", True), ("sign", "uint8", False),
     ]  # fmt: skip
@@ -235,7 +252,7 @@ def test_readers_of_the_value_itself_are_not_direct() -> None:
     r.call("aten.threshold_backward.default", g, y, 0, phase="backward")
     r.call("aten.threshold_backward.default", y, y, 0, phase="backward")
     (encoding,) = r.graph().forms
-    assert encoding.direct == (2,)
+    assert encoding.direct_readers == (2,)
     check_direct(r, r.graph(), encoding)
 
 
@@ -250,15 +267,18 @@ def test_on_a_card_readers_of_bits_make_requests_piece_by_piece(monkeypatch: pyt
     z = r.call("aten.leaky_relu.default", x, 0.1)
     r.call("aten.leaky_relu_backward.default", g, z, 0.1, True, phase="backward")
     values = [replace(value, place="cuda:0") for value in r.graph().values]
-    graph = with_forms(replace(r.graph(), values=tuple(values), forms=()), Situation())
-    by_codec = {form.how: form for form in graph.forms if form.direct}
-    assert (by_codec["bits"].direct_scratch, by_codec["bits"].direct_requests) == (12_288, (4096, 8192, -2, -1))
+    graph = with_encodings(replace(r.graph(), values=tuple(values), forms=()), Situation())
+    by_codec = {form.codec: form for form in graph.forms if form.direct_readers}
+    assert (by_codec["bits"].direct_reader_scratch, by_codec["bits"].direct_reader_requests) == (
+        12_288,
+        (4096, 8192, -2, -1),
+    )
     for codec in ("sign", "positive"):
-        assert (by_codec[codec].direct_scratch, by_codec[codec].direct_requests) == (4096, (4096, -1))
+        assert (by_codec[codec].direct_reader_scratch, by_codec[codec].direct_reader_requests) == (4096, (4096, -1))
     monkeypatch.setattr(encode, "most", lambda place: 3072)
     dropout = next(op for op in graph.ops if op.target == "aten.native_dropout_backward.default")
     requests = (3072, 6144, -2, -1, 1024, 2048, -4, -3)
-    assert encode._direct_scratch(graph, dropout) == (9216, requests)
+    assert encode._bits_reader_workspace(graph, dropout) == (9216, requests)
 
 
 def test_a_view_in_another_shape_reads_the_same_bits() -> None:
@@ -287,7 +307,7 @@ def residual(save: Save) -> JointGraph:
     r.call("aten.threshold_backward.default", g, y, 0, phase="backward")
     r.call("aten.div.Tensor", g, z, phase="backward")
     r.call("aten.threshold_backward.default", g, s, 0, phase="backward")
-    return with_forms(r.graph(), Situation(save))
+    return with_encodings(r.graph(), Situation(save))
 
 
 @pytest.mark.parametrize(
@@ -300,8 +320,8 @@ def residual(save: Save) -> JointGraph:
 )
 def test_what_may_be_lost_decides_what_a_value_is_kept_in(save: Save, expected: list[tuple[str, bool]]) -> None:
     graph = residual(save)
-    assert [(one.how, one.whole) for one in graph.forms] == expected
-    assert with_forms(graph, Situation(save)) == graph  # encodings are replaced, not added
+    assert [(one.codec, one.can_restore_value) for one in graph.forms] == expected
+    assert with_encodings(graph, Situation(save)) == graph  # encodings are replaced, not added
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -312,7 +332,7 @@ def test_bfloat16_gives_back_every_element_rounded(channels_last: bool) -> None:
     y = r.call("aten.tanh.default", x)
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     r.call("aten.convolution_backward.default", x, y, w, [8], *rest, [True] * 3, phase="backward")
-    graph = with_forms(r.graph(), Situation("bfloat16"))
+    graph = with_encodings(r.graph(), Situation("bfloat16"))
     (encoding,) = graph.forms
     form = encoded(r, graph, encoding)
     back = r.run(ENCODE.fetch(graph, encoding), {encoding.encoded: form})
@@ -325,4 +345,4 @@ def test_a_cast_of_what_is_there_is_cast_again_and_not_kept_in_fewer_bits() -> N
     w = r.put(torch.randn(64, 64), "parameter")
     low = r.call("aten._to_copy.default", w)
     r.call("aten.mm.default", low, low, phase="backward")
-    assert with_forms(r.graph(), Situation("int8")).forms == ()
+    assert with_encodings(r.graph(), Situation("int8")).forms == ()

@@ -16,7 +16,7 @@ from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 from memplan.planning.levers import in_place
 
-TABLE = sorted(in_place.ELEMENTWISE | set(in_place.IN_ORDER))
+TABLE = sorted(in_place.ELEMENTWISE | set(in_place.READ_BEFORE_WRITTEN))
 LARGE = (3, 12_001)  # more than one thread takes at once, and no multiple of a vector
 SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 3e38)
 SCALARS = {
@@ -175,7 +175,7 @@ def test_a_form_gives_the_same_bits_in_the_operands_memory(name: str) -> None:
             assert torch.equal(bits(got), bits(expected)), f"{what} over {operand}"
             seen.add(operand)
     assert seen
-    if name not in in_place.IN_ORDER and in_place.call_into(target, min(seen)).out is not None:
+    if name not in in_place.READ_BEFORE_WRITTEN and in_place.call_into(target, min(seen)).out is not None:
         tensors = {n for _, n in _torch.tensor_arguments(op_schema.overload(target))}
         assert seen >= tensors - {"condition", "mask"}
 
@@ -191,7 +191,11 @@ def along(name: str, shape: tuple[int, ...], dim: int) -> dict[str, Any]:
     return given
 
 
-ALONG = [name for name in sorted(in_place.IN_ORDER) if "dim" in arguments(name, (2, 3), torch.float32, "contiguous")]
+ALONG = [
+    name
+    for name in sorted(in_place.READ_BEFORE_WRITTEN)
+    if "dim" in arguments(name, (2, 3), torch.float32, "contiguous")
+]
 
 
 @pytest.mark.parametrize("dim", range(4))
@@ -205,7 +209,7 @@ def test_forms_that_go_along_a_dimension_do_so_along_any(name: str, layout: torc
             if isinstance(one, torch.Tensor) and one.dim() == 4 and not is_expanded(one):
                 given[key] = one.contiguous(memory_format=layout)
         expected = call(target, copied(given))
-        (operand,) = in_place.IN_ORDER[name]
+        (operand,) = in_place.READ_BEFORE_WRITTEN[name]
         references, values = described(given, expected)
         if not in_place.overwrites(target, (), references, values, len(values) - 1):
             assert layout is torch.channels_last  # the op lays its result out otherwise
@@ -297,13 +301,13 @@ def test_the_operand_is_the_view_that_the_op_reads() -> None:
     base = torch.zeros(4, 6)
     values = [value(0, base), value(1, base.view(24), base=0), value(2, torch.zeros(24))]
     op = GraphOp(0, "aten.relu.default", (Ref(1),), {}, "forward", (2,), False, (0,), (2,))
-    assert in_place.operand(op, 0, values) == in_place.Operand("self", 1)
+    assert in_place.overwritten_operand(op, 0, values) == in_place.Operand("self", 1)
 
 
 def test_dropouts_derivative_takes_a_piece_less_on_a_card() -> None:
     """By hand: pieces of 2^20 float32 of 2^24; a CPU's kernel has the mask as numbers, too."""
     shape, of_dropout = (1 << 24,), in_place.PIECEWISE["aten.native_dropout_backward.default"]
     value = Value(0, "x", "result", 0, 4 << 24, shape, (1,), "float32", 0, place="cuda:0")
-    assert of_dropout.scratch({}, (), value) == 4 << 20
-    on_host = of_dropout.scratch({}, (), replace(value, place="cpu"))
+    assert of_dropout.workspace({}, (), value) == 4 << 20
+    on_host = of_dropout.workspace({}, (), replace(value, place="cpu"))
     assert 2 * 4 << 17 <= on_host <= (2 * 4 << 17) + 128

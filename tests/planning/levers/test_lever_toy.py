@@ -21,8 +21,8 @@ from memplan.errors import FormatError, ScheduleError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost.op_timing import with_costs
-from memplan.planning.graph.joint_graph import JointGraph, Ref, SavedForm, Value, recomputable
-from memplan.planning.graph.op_schema import NUMBERS
+from memplan.planning.graph.joint_graph import JointGraph, Ref, SavedForm, Value, recomputable_values
+from memplan.planning.graph.op_schema import NUMBER_TENSOR_BYTES
 from memplan.planning.graph.roofline import Work, work_of
 from memplan.planning.levers.lever import Called, Lever, Situation
 from memplan.planning.levers.registry import registered
@@ -73,12 +73,12 @@ class UpperHalf(Lever):
                     kept = replace(
                         value, name=f"{value.name}_half", kind="encoded", bytes=value.bytes // 2, shape=half, op=None
                     )
-                    yield SavedForm(self.name, value.id, -1, also_reads=op.reads), kept
+                    yield SavedForm(self.name, value.id, -1, fetch_operands=op.reads), kept
 
     def works(self, graph: JointGraph, form: SavedForm) -> tuple[Work, Work, Work]:
         value, kept = graph.values[form.value], graph.values[form.encoded]
         again = work_of(graph, graph.maker[form.value])
-        fetch = Work(again.flops // 2, again.bytes // 2 + 2 * kept.bytes, again.rate)
+        fetch = Work(again.flops // 2, again.bytes // 2 + 2 * kept.bytes, again.rate_dtype)
         return Work(0, 2 * kept.bytes, value.dtype), fetch, Work(0, 0, value.dtype)
 
     def store(self, graph: JointGraph, form: SavedForm) -> Called:
@@ -135,7 +135,7 @@ def test_the_search_chooses_it_and_the_planned_step_is_proven() -> None:
         try:
             assert fitted.proof.ok
             assert fitted.proof.same
-            assert 0 <= plan.peak - fitted.proof.peak <= NUMBERS  # predicted for a kernel's numbers at most
+            assert 0 <= plan.peak - fitted.proof.peak <= NUMBER_TENSOR_BYTES  # predicted for a kernel's numbers at most
         finally:
             fitted.undo()
     with pytest.raises(FormatError, match="upper half"):
@@ -150,7 +150,7 @@ def graph() -> Iterator[JointGraph]:
 
 def drawn(graph: JointGraph, seed: int) -> Choices:
     draw = random.Random(seed)
-    again = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
+    again = frozenset(value for value in sorted(recomputable_values(graph)) if draw.random() < 0.5)
     kept = frozenset((form.lever, form.value) for form in graph.forms if draw.random() < 0.5)
     return Choices(again, kept)
 
@@ -177,8 +177,12 @@ def test_the_validator_checks_it_by_what_it_declares(graph: JointGraph) -> None:
     made = schedule(graph, Choices(saved_forms=frozenset({(form.lever, form.value)})))
     (at,) = (at for at, action in enumerate(made.backward) if action.kind == "fetch")
     fetch = made.backward[at]
-    assert (fetch.reads, fetch.makes, fetch.frees) == ((form.encoded, *form.also_reads), (form.value,), (form.encoded,))
-    for wrong in (replace(fetch, reads=(form.encoded,)), replace(fetch, frees=()), replace(fetch, form=None)):
+    assert (fetch.reads, fetch.makes, fetch.frees) == (
+        (form.encoded, *form.fetch_operands),
+        (form.value,),
+        (form.encoded,),
+    )
+    for wrong in (replace(fetch, reads=(form.encoded,)), replace(fetch, frees=()), replace(fetch, encoding=None)):
         with pytest.raises(ScheduleError):
             validate(graph, replace(made, backward=(*made.backward[:at], wrong, *made.backward[at + 1 :])))
     assert "# keeps the upper half of, 1.0 MiB" in program(made)

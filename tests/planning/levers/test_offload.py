@@ -22,11 +22,11 @@ from torch.nn import functional as F
 import memplan
 from memplan.devices import Device, find
 from memplan.errors import ScheduleError, UsageError
-from memplan.planning.graph.joint_graph import JointGraph, SavedForm, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, SavedForm, recomputable_values
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import Situation
-from memplan.planning.levers.offload import WORTHWHILE, Offload
-from memplan.planning.levers.registry import offered
+from memplan.planning.levers.offload import SMALLEST_OFFLOADED_BYTES, Offload
+from memplan.planning.levers.registry import with_encodings_of
 from memplan.planning.plan.decisions import decide
 from memplan.planning.plan.plan import Plan
 from memplan.planning.schedule.actions import Action, Choices
@@ -47,7 +47,7 @@ def linked(rate: float) -> Any:
 
 
 def with_offloads(graph: JointGraph, card: Device) -> JointGraph:
-    return offered(graph, Situation(card=card), [Offload()])
+    return with_encodings_of(graph, Situation(card=card), [Offload()])
 
 
 # -- a step of four ops, by hand
@@ -84,7 +84,7 @@ def test_copies_run_beside_the_ops_and_memory_is_freed_when_they_are_done() -> N
     resident = 64 + 64
     found = levels(made)
     assert found.forward == (resident + 1000, resident + 1000, resident + 1300, resident + 1600, resident + 1600, 732)
-    assert found.boundary == resident + 300 + 300 + 4
+    assert found.between_passes == resident + 300 + 300 + 4
     # loss, b and c, tangent and its gradient; then a beside b and two gradients
     assert found.backward[1] == resident + 4 + 600 + 4 + 300
     assert found.backward[2] == resident + 4 + 300 + 300 + 1000
@@ -141,7 +141,7 @@ def waited(graph: JointGraph, plan: Schedule) -> float:
         return last[queue]
 
     for action in (*plan.forward, *plan.backward):
-        form = None if action.form is None else graph.form[action.form]
+        form = None if action.encoding is None else graph.form_by_encoded[action.encoding]
         if form is not None and form.copy_seconds is not None and action.kind in ("store", "fetch"):
             now = add("ops", 0.0)
             begun[action.kind, action.value] = add(action.kind, form.copy_seconds, now)
@@ -171,7 +171,7 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule]:
     draw = random.Random(seed)
     graph = random_graph(seed, draw.randint(2, 12))
     choices = Choices(
-        frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.4),
+        frozenset(value for value in sorted(recomputable_values(graph)) if draw.random() < 0.4),
         frozenset((one.lever, one.value) for one in graph.forms if draw.random() < 0.7),
     )
     return graph, schedule(graph, choices)
@@ -204,7 +204,7 @@ def test_a_link_of_no_time_is_never_waited_for_and_holds_nothing_longer(seed: in
     assert sum(made.waits.values()) == 0.0
     for passed in (made.forward, made.backward):
         for at, action in enumerate(passed):
-            if action.kind == "fetch" and free.form[action.form or 0].is_copied:
+            if action.kind == "fetch" and free.form_by_encoded[action.encoding or 0].is_copied:
                 between = passed[at + 1 : next(k for k in range(at, len(passed)) if passed[k].kind == "fetched")]
                 assert {one.kind for one in between} <= {"fetch"}
 
@@ -218,7 +218,9 @@ def test_nobody_waits_because_memory_is_freed_early_or_taken_late(seed: int) -> 
     late = sorted(made.forward, key=lambda one: one.kind == "stored")
     early = sorted(
         made.backward,
-        key=lambda one: 0 if one.kind == "receive" else 1 if (one.kind, one.form in copies) == ("fetch", True) else 2,
+        key=lambda one: (
+            0 if one.kind == "receive" else 1 if (one.kind, one.encoding in copies) == ("fetch", True) else 2
+        ),
     )
     assert sum(simulate_waits(graph, (*late, *early)).values()) == pytest.approx(sum(made.waits.values()), abs=1e-12)
 
@@ -240,7 +242,7 @@ def test_the_bound_of_the_seconds_knows_what_copies_run_beside(copy_seconds: flo
         tape.away(value, copy_seconds, 0.01)
     graph = tape.graph()
     evaluator = Evaluator(graph)
-    columns = (np.arange(2**evaluator.rows)[None, :] >> np.arange(evaluator.rows)[:, None]) & 1
+    columns = (np.arange(2**evaluator.decision_count)[None, :] >> np.arange(evaluator.decision_count)[:, None]) & 1
     every = evaluator.evaluate(columns.astype(bool))
     relaxation, bounds = Relaxation(evaluator.flat), list[float]()
     for budget in sorted(set(every.peak.tolist())):
@@ -274,7 +276,7 @@ MISTAKES: dict[str, tuple[Schedule, str]] = {
     ),
     "freed while it is copied": (with_action(PLAN, STORE, replace(ALL[STORE], frees=(A,))), "is being copied"),
     "freed while it is fetched": (with_action(PLAN, FETCH, replace(ALL[FETCH], frees=(A,))), "is being copied"),
-    "written over while it is copied": (with_action(PLAN, 2, replace(ALL[2], into=A)), "is being copied"),
+    "written over while it is copied": (with_action(PLAN, 2, replace(ALL[2], overwritten=A)), "is being copied"),
     "waited for, but never copied": (with_action(PLAN, STORE), "no such copy"),
     "waited for as if it came back": (
         with_action(PLAN, STORED, replace(ALL[STORED], kind="fetched")),
@@ -326,10 +328,10 @@ def test_what_may_be_offloaded() -> None:
     x, mean = tape.value("input", 4 << 20), tape.value("buffer", 2 << 20)
     weight = tape.value("parameter", 64)
     big = tape.op("aten.mm.default", [x], 2 << 20, 1.0, parameters=[weight], saves="i")
-    small = tape.op("aten.mm.default", [big], WORTHWHILE - 4, 1.0, parameters=[weight], saves="io")
+    small = tape.op("aten.mm.default", [big], SMALLEST_OFFLOADED_BYTES - 4, 1.0, parameters=[weight], saves="io")
     (new,) = tape.raw("aten.lerp.Scalar", (mean, big), [2 << 20])
     held = tape.op("aten.sin.default", [small], 2 << 20, 1.0, saves="i")
-    last = tape.op("aten.sin.default", [held], 2 << 20, 1.0, saves="i", holds=(held,))
+    last = tape.op("aten.sin.default", [held], 2 << 20, 1.0, saves="i", held_values=(held,))
     tape.mutations.append((mean, new))
     tape.finish(tape.op("aten.sin.default", [last], 2 << 20, 1.0, saves="io"))
     graph = with_offloads(tape.graph(), CARD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.planning.ops.custom_ops import define, in_memory
+from memplan.planning.ops.custom_ops import define, elements_in_memory_order
 
 
 def test_an_op_runs_with_data_and_without() -> None:
@@ -18,4 +18,4 @@ def test_an_op_runs_with_data_and_without() -> None:
 
 def test_elements_in_the_order_of_memory() -> None:
     x = torch.arange(24.0).view(2, 3, 4)
-    assert in_memory(x.permute(2, 0, 1)).tolist() == list(range(24))
+    assert elements_in_memory_order(x.permute(2, 0, 1)).tolist() == list(range(24))

@@ -68,7 +68,7 @@ def test_its_state_has_the_bytes_of_codes_scales_and_tables() -> None:
             parts = [getattr(tensor, name) for name in getattr(tensor, "tensor_attrs", ())] or [tensor]
             real += sum(part.untyped_storage().nbytes() for part in parts)
     layouts = [(shape, torch.empty(shape).stride(), "float32") for shape in shapes]
-    recorded = update_of(EightBitMoments(torch.optim.AdamW), layouts).state
+    recorded = update_of(EightBitMoments(torch.optim.AdamW), layouts).state_bytes
     assert real == by_hand
     assert recorded == by_hand + 4  # the learning rate is a tensor, too
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from memplan.devices import find
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.offload import Offload
-from memplan.planning.levers.registry import offered
+from memplan.planning.levers.registry import with_encodings_of
 from memplan.planning.ops import host_copies
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.codegen import program
@@ -89,7 +89,7 @@ class Net(nn.Module):
 def captured() -> JointGraph:
     torch.manual_seed(0)
     graph = capture(Net(), call_of((torch.randn(64, 32),), {})).graph
-    graph = offered(graph, Situation(card=find("rtx4090")), [Offload(least=64)])
+    graph = with_encodings_of(graph, Situation(card=find("rtx4090")), [Offload(smallest_offloaded_bytes=64)])
     assert len(graph.forms_by("offload")) > 5
     return replace(graph, ops=tuple(replace(op, seconds=1e-6) for op in graph.ops))
 
@@ -97,7 +97,7 @@ def captured() -> JointGraph:
 CHOICES: dict[str, Any] = {
     "all away": lambda graph: Choices(saved_forms=all_kept(graph, "offload")),
     "half away, the rest made again": lambda graph: Choices(
-        recomputable(graph), kept(offload=[one.value for one in graph.forms_by("offload")[::2]])
+        recomputable_values(graph), kept(offload=[one.value for one in graph.forms_by("offload")[::2]])
     ),
     "away, and signs beside": lambda graph: Choices(saved_forms=all_kept(graph, "encode", "offload")),
     "held": lambda graph: Choices(

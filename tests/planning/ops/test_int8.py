@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
-from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_piece
+from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_elements_per_piece
 from memplan.verification.measurement.peak_and_time import measure_step
 
 OPS = torch.ops.memplan
@@ -85,7 +85,7 @@ def test_zeros_and_the_largest_of_a_group_come_back() -> None:
 def test_scratch_is_what_the_graph_is_told(signed: bool, dtype: torch.dtype) -> None:
     from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
     from memplan.planning.levers.lever import Situation
-    from memplan.planning.levers.registry import with_forms
+    from memplan.planning.levers.registry import with_encodings
 
     value = torch.rand(1 << 20).to(dtype)
     name, size = str(dtype).removeprefix("torch."), value.numel() * value.element_size()
@@ -94,7 +94,7 @@ def test_scratch_is_what_the_graph_is_told(signed: bool, dtype: torch.dtype) -> 
     y, g = (Value(at, f"v{at}", "result", at, size, x.shape, (1,), name, at - 1) for at in (1, 2))
     maker_op = GraphOp(0, maker, (Ref(0),), {}, "forward", (1,), False, (0,), (1,))
     back = GraphOp(1, "aten.mul.Tensor", (Ref(1), Ref(1)), {}, "backward", (2,), False, (1,), (2,))
-    (kept,) = with_forms(JointGraph((x, y, g), (maker_op, back), (), ()), Situation("int8")).forms
+    (kept,) = with_encodings(JointGraph((x, y, g), (maker_op, back), (), ()), Situation("int8")).forms
     form, made = OPS.quantize(value, signed), list[Tensor]()
     taken = measure_step(lambda: made.append(OPS.quantize(value, signed))).growth_peak
     assert taken - form.numel() <= kept.store_scratch
@@ -108,6 +108,6 @@ def test_scratch_is_what_the_graph_is_told(signed: bool, dtype: torch.dtype) -> 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1 << 22))
 def test_pieces_are_whole_groups(elements: int) -> None:
-    piece = quantized_piece(elements)
+    piece = quantized_elements_per_piece(elements)
     assert piece % GROUP == 0
     assert piece == GROUP or piece <= elements / 16

@@ -15,10 +15,10 @@ from truth.cpu_allocator import allocations, peak_of
 import memplan.planning.ops.piecewise as kernels
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
-from memplan.planning.graph.op_schema import NUMBERS
+from memplan.planning.graph.op_schema import NUMBER_TENSOR_BYTES
 from memplan.planning.levers import in_place as forms
-from memplan.planning.levers.encode import DIRECT
-from memplan.planning.ops.pieces import PIECE, packed
+from memplan.planning.levers.encode import BITS_READERS
+from memplan.planning.ops.pieces import LARGEST_PIECE, packed_bytes
 
 ATEN, MEMPLAN = torch.ops.aten, torch.ops.memplan
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
@@ -71,13 +71,13 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype, **how: Any) -> list[Tens
 # -- bits
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (8,), (3, 5), (2, PIECE + 3), (PIECE, 2)])
+@pytest.mark.parametrize("shape", [(1,), (7,), (8,), (3, 5), (2, LARGEST_PIECE + 3), (LARGEST_PIECE, 2)])
 def test_bools_come_back(shape: tuple[int, ...]) -> None:
     for one in layouts(shape, torch.float32) if len(shape) > 1 else [tensor(*shape)]:
         flags = one > 1
         bits = MEMPLAN.pack_bits(flags, "bits")
         assert (bits.dtype, bits.numel()) == (torch.uint8, -(-flags.numel() // 8))
-        assert packed(flags.numel()) == bits.numel()
+        assert packed_bytes(flags.numel()) == bits.numel()
         same(MEMPLAN.unpack_bits(bits, flags.shape, flags.stride()), flags)
 
 
@@ -91,7 +91,7 @@ GRADIENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_gradient_from_bits_is_the_gradient(name: str, dtype: torch.dtype) -> None:
     codec, rest = GRADIENTS[name]
-    for shape in ((1, 3), (2, PIECE + 5)):
+    for shape in ((1, 3), (2, LARGEST_PIECE + 5)):
         for x, gradient in zip(
             layouts(shape, dtype, special=shape[1] > 3, seed=1), layouts(shape, dtype, special=shape[1] > 3, seed=2),
             strict=True,
@@ -109,7 +109,9 @@ def test_a_gradient_from_bits_is_the_gradient(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_masks_as_bits_give_the_same(dtype: torch.dtype) -> None:
     for gradient, mask in zip(
-        layouts((3, PIECE // 2 + 1), dtype, special=True), layouts((3, PIECE // 2 + 1), dtype, seed=4), strict=True
+        layouts((3, LARGEST_PIECE // 2 + 1), dtype, special=True),
+        layouts((3, LARGEST_PIECE // 2 + 1), dtype, seed=4),
+        strict=True,
     ):
         flags = mask > 0
         bits = MEMPLAN.pack_bits(flags, "bits")
@@ -128,7 +130,7 @@ Case = tuple[str, tuple[Any, ...]]
 
 def norm_cases(dtype: torch.dtype) -> list[Case]:
     found: list[Case] = []
-    for rows, width in ((5, 33), (1000, 257), (3, PIECE + 2)):
+    for rows, width in ((5, 33), (1000, 257), (3, LARGEST_PIECE + 2)):
         x, g = tensor(rows, width, dtype=dtype), tensor(rows, width, dtype=dtype, seed=1)
         w, b = tensor(width, dtype=dtype, seed=2), tensor(width, dtype=dtype, seed=3)
         _, mean, rstd = ATEN.native_layer_norm(x, [width], w, b, 1e-5)
@@ -180,7 +182,7 @@ def test_norms_in_place_give_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_other_pieces_give_the_same_bits(dtype: torch.dtype) -> None:
-    for shape in ((3, 5), (3, PIECE + 5)):
+    for shape in ((3, 5), (3, LARGEST_PIECE + 5)):
         for g, x in zip(
             layouts(shape, dtype, special=shape[1] > 5), layouts(shape, dtype, seed=1, special=shape[1] > 5),
             strict=True,
@@ -193,7 +195,7 @@ def test_other_pieces_give_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
 def test_dropout_in_place_draws_what_dropout_draws(p: float, dtype: torch.dtype) -> None:
-    x = tensor(3, PIECE + 5, dtype=dtype, special=True)
+    x = tensor(3, LARGEST_PIECE + 5, dtype=dtype, special=True)
     for train in (True, None, False):
         torch.manual_seed(3)
         expected, state = ATEN.native_dropout(x, p, train), torch.get_rng_state()
@@ -249,19 +251,19 @@ def test_pieces_take_what_is_said() -> None:
         number = len(values) - 1
         assert forms.overwrites(target, given, {}, values, number) == (0,)
         op = GraphOp(0, target, given, {}, "backward", (number,), True, (0,), (number,))
-        func = op_schema.overload(forms.call_into(target, forms.operand(op, 0, values).name).target)
+        func = op_schema.overload(forms.call_into(target, forms.overwritten_operand(op, 0, values).name).target)
         first = arguments[0].clone()
         whole, held = peaks(
             lambda: op_schema.overload(target)(*arguments),  # noqa: B023
             lambda: func(first, *arguments[1:]),  # noqa: B023
         )
-        said = forms.scratch_into(replace(op, scratch=whole), values)
+        said = forms.in_place_workspace(replace(op, scratch=whole), values)
         assert held <= said <= held * 1.3 + 4096, name
         assert said <= values[0].bytes // 2, name
 
 
 def test_bits_take_what_is_said() -> None:
-    x, g = tensor(5, PIECE), tensor(5, PIECE, seed=1)
+    x, g = tensor(5, LARGEST_PIECE), tensor(5, LARGEST_PIECE, seed=1)
     bits = MEMPLAN.pack_bits(x > 0, "bits")
     flags = MEMPLAN.unpack_bits(bits, x.shape, x.stride())
     sign, positive, mask, unpacked = peaks(
@@ -271,17 +273,17 @@ def test_bits_take_what_is_said() -> None:
         lambda: MEMPLAN.unpack_bits(bits, flags.shape, flags.stride()),
     )
     assert mask == unpacked == 0
-    assert PIECE <= min(sign, positive) <= max(sign, positive) <= PIECE + NUMBERS
+    assert LARGEST_PIECE <= min(sign, positive) <= max(sign, positive) <= LARGEST_PIECE + NUMBER_TENSOR_BYTES
     rest = {"threshold_backward": (0,), "leaky_relu_backward": (0.01, False)}
-    for direct in DIRECT.values():
+    for direct in BITS_READERS.values():
         name = direct.target.removeprefix("memplan.")
         more = rest.get(name.removesuffix("_bits"), (1.1,))
-        said = PIECE * direct.buffers * x.itemsize  # the unpacked bits are numpy's
+        said = LARGEST_PIECE * direct.temporary_pieces * x.itemsize  # the unpacked bits are numpy's
         for held in peaks(
             lambda: getattr(MEMPLAN, name)(g, bits, *more),  # noqa: B023
             lambda: getattr(MEMPLAN, f"{name}_")(g, bits, *more),  # noqa: B023
         ):
-            assert said <= held <= said + NUMBERS, name
+            assert said <= held <= said + NUMBER_TENSOR_BYTES, name
 
 
 # -- without data

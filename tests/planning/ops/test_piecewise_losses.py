@@ -25,7 +25,7 @@ from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.levers import in_place as forms
-from memplan.planning.ops.pieces import PIECE
+from memplan.planning.ops.pieces import LARGEST_PIECE
 from memplan.planning.passes import pipeline
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -88,7 +88,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-SHAPES = [(1, 5), (2, 1), (40, 7), (129, 33), (17, 4099), (3, PIECE + 3), (5, 3, 1, 7), (9, 4, 11, 13)]
+SHAPES = [(1, 5), (2, 1), (40, 7), (129, 33), (17, 4099), (3, LARGEST_PIECE + 3), (5, 3, 1, 7), (9, 4, 11, 13)]
 
 
 @pytest.mark.parametrize("reduction", [NONE, MEAN, SUM])
@@ -162,13 +162,13 @@ def test_it_holds_what_is_said() -> None:
         args = (Ref(0), Ref(1), Ref(2), None, MEAN, -100, Ref(3))
         assert forms.overwrites(TARGET, args, {}, values, 4) == (1,)
         op = GraphOp(0, TARGET, args, {}, "backward", (4,), False, (0, 1, 2, 3), (4,))
-        assert forms.operand(op, 1, values).name == "log_probs"
+        assert forms.overwritten_operand(op, 1, values).name == "log_probs"
         in_place = op_schema.overload(forms.call_into(TARGET, "log_probs").target)
-        size, said = given[1].nbytes, forms.scratch_into(op, values)
+        size, said = given[1].nbytes, forms.in_place_workspace(op, values)
         whole = peak_of(allocations(lambda: MEMPLAN.cross_entropy_backward(*given)))  # noqa: B023
         held = peak_of(allocations(lambda: in_place(*given)))  # noqa: B023
         assert size <= whole <= size + 64
-        assert held <= said <= held + op_schema.NUMBERS
+        assert held <= said <= held + op_schema.NUMBER_TENSOR_BYTES
         assert said <= min(size // 2, max(1 << 20, 2 * size // shape[0]))
 
 

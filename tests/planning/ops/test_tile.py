@@ -77,10 +77,10 @@ def test_a_gradient_that_other_pieces_read_stays() -> None:
     """Rows with borders, and another shape."""
     same, x = nn.Conv2d(4, 4, 3, padding=1), torch.randn(6, 4, 9, 9)
     rows, _ = register(recorded(same, [x], same.parameters())[0], Axis(2), 3)
-    assert rows.overwritten([True] * 3) is None
+    assert rows.overwritable_gradient([True] * 3) is None
     smaller = nn.Conv2d(4, 4, 3)
     samples, _ = register(recorded(smaller, [x], smaller.parameters())[0], Axis(0, 6), 3)
-    assert samples.overwritten([True] * 3) is None
+    assert samples.overwritable_gradient([True] * 3) is None
 
 
 def test_what_a_gradient_in_place_takes_is_predicted() -> None:

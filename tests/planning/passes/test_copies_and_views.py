@@ -54,7 +54,7 @@ def test_backward_reads_a_copy_of_what_the_step_changes() -> None:
     assert not any(changed in op.reads for op in graph.backward_ops)
     copies = [op for op in graph.forward_ops if op.target == "aten.clone.default" and changed in op.reads]
     assert len(copies) == 1
-    assert copies[0].once
+    assert copies[0].must_run_once
     assert any(copies[0].makes[0] in op.reads for op in graph.backward_ops)
     for op in graph.backward_ops:
         if op.gradient_of is not None:

@@ -67,7 +67,7 @@ def evaluated(graph: JointGraph, given: dict[int, Tensor]) -> list[Tensor]:
     for op in graph.ops:
         args, kwargs = map_refs((list(op.args), op.kwargs), there.__getitem__)
         made = op_schema.overload(op.target)(*args, **kwargs)
-        for number, one in zip(op.outputs, made if op.multiple else (made,), strict=True):
+        for number, one in zip(op.outputs, made if op.returns_tuple else (made,), strict=True):
             if number is not None:
                 there[number] = one
     return [there[value] for value in (*graph.outputs, *(gradient for _, gradient in graph.gradients))]
@@ -138,7 +138,7 @@ def test_the_two_are_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert op.overwrites == (log_probs,)
     made = schedule(graph, Choices())
     (action,) = [one for one in made.backward if one.op == op.index]
-    assert action.into == log_probs
+    assert action.overwritten == log_probs
     monkeypatch.setattr(pipeline, "fused", lambda graph: graph)
     other, _ = captured(*FUSED[name])
     assert len(other.graph.ops) == len(graph.ops)
@@ -246,7 +246,7 @@ def test_what_is_returned_is_not_written_over() -> None:
     graph = capturing.capture(Both(), call).graph
     (op,) = of(graph, "memplan.")
     made = schedule(graph, Choices())
-    assert [action.into for action in made.backward if action.op == op.index] == [None]
+    assert [action.overwritten for action in made.backward if action.op == op.index] == [None]
 
 
 def test_the_gradient_of_the_logits_is_returned_where_they_are_a_parameter() -> None:

@@ -22,7 +22,7 @@ from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost.op_timing import costs_of, signature, with_costs
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, map_refs, recomputable
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, map_refs, recomputable_values
 from memplan.planning.graph.op_schema import BATCH_NORM_AGAIN
 from memplan.planning.levers import in_place as forms
 from memplan.planning.passes.recompute_batch_norm import with_cheaper_recompute
@@ -155,7 +155,7 @@ def test_it_is_made_again_in_the_memory_of_what_was_normalized() -> None:
     assert again.cheaper_recompute is not None
     op = again.cheaper_recompute
     assert forms.overwrites(op.target, op.args, {}, again.values, op.makes[0]) == (0,)
-    assert forms.operand(replace(op, overwrites=(0,)), 0, again.values).name == "self"
+    assert forms.overwritten_operand(replace(op, overwrites=(0,)), 0, again.values).name == "self"
 
 
 REFUSED: dict[str, Callable[[], Norm]] = {
@@ -231,7 +231,7 @@ def test_norms_of_every_kind_have_it(name: str) -> None:
             op.index,
             op.makes[:1],
         )
-        assert recomputable(found.graph).isdisjoint(op.makes[1:])
+        assert recomputable_values(found.graph).isdisjoint(op.makes[1:])
         assert set(op.cheaper_recompute.reads) >= {*op.makes[1:3]}
 
 
@@ -258,7 +258,7 @@ def test_its_seconds_are_its_own() -> None:
     known = dict.fromkeys(costs_of(priced), 3.0)
     for own, counted in ((1.0, 1.0), (9.0, 3.0)):  # it does part of the same work
         other = with_costs(graph, known={**known, key: own})
-        made = schedule(other, Choices(recomputable(other)))
+        made = schedule(other, Choices(recomputable_values(other)))
         assert [a.op for a in made.backward if a.recomputed].count(op.index) == 1
         assert made.seconds == 3.0 * (sum(a.recomputed for a in made.backward) - 1) + counted
     rough = with_costs(graph, how="roofline").ops[op.index]
@@ -273,7 +273,7 @@ def test_what_is_decided_says_so() -> None:
     names = [graph.values[value].name for value in op.makes[:2]]
     all_kept, dropped = (
         {one.scope.names: one.reason for one in decide(graph, schedule(graph, Choices(recompute)))}
-        for recompute in (frozenset[int](), recomputable(graph))
+        for recompute in (frozenset[int](), recomputable_values(graph))
     )
     assert dropped[names[0],].startswith("recomputing it by batch_norm_again takes")
     for reasons in (all_kept, dropped):
@@ -287,11 +287,11 @@ def test_choices_hold_for_a_smaller_batch_without_it() -> None:
     large, small = (capture(copy.deepcopy(model), call_of((torch.randn(size, 4),), {})).graph for size in (80, 8))
     (op,) = (op for op in large.ops if op.cheaper_recompute is not None)
     assert not any(op.cheaper_recompute for op in small.ops)
-    everything = Choices(recomputable(large) - {op.args[0].value})
+    everything = Choices(recomputable_values(large) - {op.args[0].value})
     choices = translate_choices(everything, large, small)
     assert choices is not None
     called = [
-        [action.called(graph).target for action in schedule(graph, one).backward if action.recomputed]
+        [action.called_op(graph).target for action in schedule(graph, one).backward if action.recomputed]
         for graph, one in ((large, everything), (small, choices))
     ]
     assert called == [[BATCH_NORM_AGAIN, "aten.relu.default"], [WITH, "aten.relu.default"]]

@@ -78,7 +78,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("target", "last", "dtype"),
-    thinned(itertools.product(split_convolution_backward.SHAPE_ONLY, [False, True], DTYPES), 5),
+    thinned(itertools.product(split_convolution_backward.SHAPE_ARGUMENT, [False, True], DTYPES), 5),
 )
 def test_a_kernel_takes_the_shape_alone(target: str, last: bool, dtype: torch.dtype) -> None:
     dims = next(int(letter) for letter in target.split(".")[1] if letter.isdigit())
@@ -89,7 +89,7 @@ def test_a_kernel_takes_the_shape_alone(target: str, last: bool, dtype: torch.dt
     with Calls(target) as seen:
         y.backward(torch.randn_like(y))
     ((func, args),) = seen.found
-    at = split_convolution_backward.SHAPE_ONLY[target]
+    at = split_convolution_backward.SHAPE_ARGUMENT[target]
     dense = not args[at].is_contiguous()
     other = [*args[:at], nan_like(args[at], dense=dense), *args[at + 1 :]]
     expected, found = func(*args), func(*other)
@@ -241,7 +241,7 @@ def test_on_a_card_a_pools_derivative_is_written_over_what_stands_for_its_input(
     made = schedule(graph, Choices(saved_forms=frozenset((form.lever, form.value) for form in graph.forms)))
     (action,) = (action for action in made.backward if action.op == op.index)
     assert graph.maker[op.overwrites[0]].target == "aten.new_empty_strided.default"
-    assert action.into == op.overwrites[0]
+    assert action.overwritten == op.overwrites[0]
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -6,8 +6,8 @@ import torch
 import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.graph.joint_graph import recomputable
-from memplan.planning.passes.split_dropout import DROPOUT, MASK
+from memplan.planning.graph.joint_graph import recomputable_values
+from memplan.planning.passes.split_dropout import DRAW_MASK, DROPOUT
 
 ATEN = torch.ops.aten
 
@@ -34,12 +34,12 @@ def test_mask_and_product_are_torchs_dropout_bit_for_bit(dtype: torch.dtype, p: 
 def test_the_mask_is_drawn_once_and_the_result_can_be_made_again() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 8))
     graph = capture(model, call_of((torch.randn(4, 8),), {})).graph
-    masks = [op for op in graph.ops if op.target == MASK]
+    masks = [op for op in graph.ops if op.target == DRAW_MASK]
     assert [op.random for op in masks] == [True]
     assert not any(op.target == DROPOUT for op in graph.ops)
     scaled = next(op for op in graph.forward_ops if op.target == "aten.mul.Tensor" and op.args[1:] == (1 / 0.9,))
-    assert set(scaled.makes) <= recomputable(graph)
-    assert not set(masks[0].makes) & recomputable(graph)
+    assert set(scaled.makes) <= recomputable_values(graph)
+    assert not set(masks[0].makes) & recomputable_values(graph)
 
 
 def test_a_mask_whose_product_nothing_reads_is_drawn_alone() -> None:
@@ -49,7 +49,7 @@ def test_a_mask_whose_product_nothing_reads_is_drawn_alone() -> None:
             return y * torch.native_dropout(y.detach(), 0.5, True)[1]
 
     graph = capture(Masked(8, 8), call_of((torch.randn(4, 8),), {})).graph
-    assert [op.target for op in graph.ops if op.random] == [MASK]
+    assert [op.target for op in graph.ops if op.random] == [DRAW_MASK]
     (mask,) = (op for op in graph.ops if op.random)
     assert graph.values[mask.makes[0]].dtype == "bool"
     assert mask.scratch == 0

@@ -23,7 +23,7 @@ from memplan.planning.search.search import Search
 @pytest.mark.parametrize("graph", [residual(3), *slow(transformer(3))], ids=["residual", "transformer"])
 @pytest.mark.parametrize("early", [False, True])
 def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
-    made = schedule(graph, Search(graph, gradients=GradientUse(updates=early)).floor().choices)
+    made = schedule(graph, Search(graph, gradients=GradientUse(updates_early=early)).floor().choices)
     outside_memory = OutsideMemory(12345)
     error = budget_error(made, outside_memory, 7)
     peak = levels(made, outside_memory).peak

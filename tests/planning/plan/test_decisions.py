@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.graphs import EARLY, HELD, Tape, kept, random_graph
 
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.decisions import decide
@@ -100,9 +100,9 @@ def test_an_encoded_form_beside_the_value_frees_nothing() -> None:
 def test_the_whole_step() -> None:
     plan = schedule(GRAPH, Choices(gradients=EARLY))
     reuses = [
-        (GRAPH.values[action.into].name, GRAPH.values[action.makes[0]].name, GRAPH.values[action.makes[0]].bytes)
+        (GRAPH.values[action.overwritten].name, GRAPH.values[action.makes[0]].name, GRAPH.values[action.makes[0]].bytes)
         for action in (*plan.forward, *plan.backward)
-        if action.into is not None
+        if action.overwritten is not None
     ]
     found = {decision.lever: decision for decision in decide(GRAPH, plan)}
     assert reuses
@@ -119,9 +119,9 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule]:
     draw = random.Random(seed)
     graph = random_graph(seed, draw.randint(2, 12))
     choices = Choices(
-        frozenset(value for value in recomputable(graph) if draw.random() < 0.5),
+        frozenset(value for value in recomputable_values(graph) if draw.random() < 0.5),
         frozenset((form.lever, form.value) for form in graph.forms_by("encode") if draw.random() < 0.6),
-        gradients=GradientUse(updates=draw.random() < 0.3),
+        gradients=GradientUse(updates_early=draw.random() < 0.3),
         in_place=draw.random() < 0.8,
     )
     return graph, schedule(graph, choices)
@@ -147,7 +147,7 @@ def test_each_value_that_is_there_in_the_backward_pass_is_decided_once_and_times
 @given(st.integers(0, 1 << 30))
 def test_what_is_kept_is_what_lives_between_the_passes(seed: int) -> None:
     graph, plan = drawn(seed)
-    encoded = graph.form
+    encoded = graph.form_by_encoded
     forward = {value for op in graph.ops if op.phase == "forward" for value in op.makes}
     outputs = {graph.base(value) for value in graph.outputs} & forward
     lives = sum(graph.values[value].bytes for value in {*plan.saved} | outputs)

@@ -153,7 +153,7 @@ def test_any_plan_survives(
 ) -> None:
     plan = replace(
         PLAN, decisions=decided, heuristics=heuristics, step_seconds=step, program=text, notes=(text,),
-        choices=Choices(frozenset(recompute), gradients=GradientUse(updates=early)),
+        choices=Choices(frozenset(recompute), gradients=GradientUse(updates_early=early)),
     )  # fmt: skip
     assert Plan.from_json(plan.to_json()) == plan
 

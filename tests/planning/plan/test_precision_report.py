@@ -13,7 +13,13 @@ from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.plan.precision_report import BLOCKS, blocks, cast_copies, lowered, slower_blocks
+from memplan.planning.plan.precision_report import (
+    BLOCKS,
+    blocks,
+    cast_copy_peak,
+    lower_precision_decisions,
+    slower_blocks,
+)
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 
@@ -32,7 +38,7 @@ def captured(precision: Precision = LOW) -> Captured:
 
 def test_a_block_is_told_for_every_part_that_computes_in_it() -> None:
     graph = captured().graph
-    found = lowered(graph, LOW)
+    found = lower_precision_decisions(graph, LOW)
     assert [one.layer for one in found] == ["0", "1.0", "1.1", "1.2", "2.0", "2.1", "2.2", "3.0", "3.1", "3.2", "5"]
     assert {(one.lever, one.grade, one.scope.kind, one.seconds) for one in found} == {
         ("lower precision", "lossy", "segment", 0.0)
@@ -41,7 +47,7 @@ def test_a_block_is_told_for_every_part_that_computes_in_it() -> None:
     assert [one.bytes for one in found[1:10]] == [2 * 4 * 8 * 8 * 8] * 9
     weights = {name: 2 * one.numel() for name, one in net().named_parameters()}
     assert found[1].details["cast_copies"] == weights["1.0.weight"] + weights["1.0.bias"]
-    assert lowered(captured(EXACT).graph, EXACT) == ()
+    assert lower_precision_decisions(captured(EXACT).graph, EXACT) == ()
 
 
 def test_blocks_are_the_deepest_modules_of_which_there_are_few() -> None:
@@ -55,10 +61,10 @@ def test_blocks_are_the_deepest_modules_of_which_there_are_few() -> None:
 def test_copies_of_weights_are_counted_at_their_most() -> None:
     graph = captured().graph
     low = sum(2 * one.numel() for name, one in net().named_parameters() if name.split(".")[-2] in ("0", "5"))
-    kept = cast_copies(schedule(graph, Choices()))
+    kept = cast_copy_peak(schedule(graph, Choices()))
     assert low / 2 < kept <= low
     copies = [op.makes[0] for op in graph.forward_ops if op.target == "aten._to_copy.default"]
-    again = cast_copies(schedule(graph, Choices(recompute=frozenset(copies))))
+    again = cast_copy_peak(schedule(graph, Choices(recompute=frozenset(copies))))
     assert again < kept
 
 

@@ -19,7 +19,7 @@ from memplan.devices import Device, find
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost import cuda_workspace
-from memplan.planning.cost.cuda_workspace import on_card
+from memplan.planning.cost.cuda_workspace import with_card_workspaces
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.plan.workspace_band import workspace_band
@@ -48,8 +48,8 @@ def expecting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _step() -> tuple[Schedule, dict[int, cuda_workspace.ExpectedScratch]]:
     model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1))
-    found = on_card(capture(model, call_of((torch.randn(4, 16, 32, 32),), {})).graph, CARD)
-    return schedule(found.graph, Choices()), dict(found.expected)
+    found = with_card_workspaces(capture(model, call_of((torch.randn(4, 16, 32, 32),), {})).graph, CARD)
+    return schedule(found.graph, Choices()), dict(found.expected_scratch)
 
 
 def test_the_band_holds_95_percent_of_what_cudnn_may_choose() -> None:

@@ -40,16 +40,16 @@ def test_all_kept() -> None:
     # 140 are there before. mm: 200 + 30; relu works in y's memory; sum: 4 more.
     assert found.forward == (140 + 230, 140 + 200, 140 + 204)
     # The tangent (4) comes; sum's gradient (200) and z; relu's works in that; the weight's gradient is all that stays.
-    assert found.boundary == 344
+    assert found.between_passes == 344
     assert found.backward == (348, 348 + 200, 344 + 200, 344 + 30 + 40, 184)
     assert found.update == 140 + 4 + 40
     assert found.peak == 548
-    assert found.where == 4
+    assert found.peak_action == 4
 
 
 def test_made_again() -> None:
     found = of(Choices(recompute=frozenset({2, 3})))
-    assert found.boundary == 144
+    assert found.between_passes == 144
     # The tangent, the gradient of z, then y and z again, beside it.
     assert found.backward[:4] == (148, 348, 344 + 230, 344 + 200)
 
@@ -62,7 +62,7 @@ def test_encoded() -> None:
     found = of(Choices(saved_forms=frozenset({("encode", 3)})), encoded=True)
     # 25 bytes instead of 200; both passes hold 100 beside them for a moment. z stays until sum has read it.
     assert found.forward == (370, 340, 344, 344 + 25 + 100)
-    assert found.boundary == 144 + 25
+    assert found.between_passes == 144 + 25
     assert found.backward[2] == 144 + 25 + 200 + 200 + 100
 
 
@@ -75,9 +75,9 @@ def test_encoded() -> None:
     ],
 )
 def test_updates(choices: Choices, end: int, update: int) -> None:
-    found = of(choices, OutsideMemory(1000, update=9, update_by_parameter={1: 70}))
+    found = of(choices, OutsideMemory(1000, update_bytes=9, update_by_parameter={1: 70}))
     assert found.update == 1000 + update
-    give = 184 + (70 if choices.gradients.updates else 40 if choices.gradients.adds else 0)
+    give = 184 + (70 if choices.gradients.updates_early else 40 if choices.gradients.accumulates else 0)
     assert found.backward[-1] == 1000 + give
     assert found.peak >= 1000 + end
 
@@ -88,12 +88,14 @@ def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory
     graph = small()
     weight = replace(graph.values[1], bytes=0, stride=(2,))
     graph = replace(graph, values=(graph.values[0], weight, *graph.values[2:]))
-    made, outside_memory = schedule(graph, choices), OutsideMemory(1000, update=9, update_by_parameter={1: 70})
+    made, outside_memory = schedule(graph, choices), OutsideMemory(1000, update_bytes=9, update_by_parameter={1: 70})
     found = levels(made, outside_memory)
-    level = 1000 + 100 + 4 + 40 * choices.gradients.adds  # what stays, the loss, what is held; then the gradient itself
-    copy = 0 if choices.gradients.adds else 40
-    assert found.backward[-1] == level + 40 + copy + 70 * choices.gradients.updates
-    assert found.update == level + (0 if choices.gradients.updates else copy + 9)
+    level = (
+        1000 + 100 + 4 + 40 * choices.gradients.accumulates
+    )  # what stays, the loss, what is held; then the gradient itself
+    copy = 0 if choices.gradients.accumulates else 40
+    assert found.backward[-1] == level + 40 + copy + 70 * choices.gradients.updates_early
+    assert found.update == level + (0 if choices.gradients.updates_early else copy + 9)
     assert validate(graph, made, None, outside_memory) == timeline_of(made, outside_memory).peak_allocated == found.peak
     evaluator = Evaluator(graph, outside_memory, gradients=choices.gradients)
     assert evaluator.evaluate(evaluator.column(choices)[:, None]).peak == [found.peak]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memplan.errors import RecordingError
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.codegen import program, read_in_backward, returned_gradients
 from memplan.planning.schedule.scheduler import schedule
@@ -50,9 +50,9 @@ def handed_in(captured: Captured, model: nn.Module, x: Tensor) -> list[Any]:
 
 CHOICES: dict[str, Any] = {
     "all kept": lambda graph: Choices(),
-    "recomputed": lambda graph: Choices(recompute=recomputable(graph)),
+    "recomputed": lambda graph: Choices(recompute=recomputable_values(graph)),
     "encoded": lambda graph: Choices(saved_forms=all_kept(graph, "encode")),
-    "not in place": lambda graph: Choices(recompute=recomputable(graph), in_place=False),
+    "not in place": lambda graph: Choices(recompute=recomputable_values(graph), in_place=False),
     "early": lambda graph: Choices(gradients=EARLY),
     "held": lambda graph: Choices(gradients=HELD),
 }
@@ -145,7 +145,7 @@ def test_names_of_strangers_are_data(captured: Captured) -> None:
     ]
     values[-1] = replace(values[-1], name="torch")
     values[-2] = replace(values[-2], name="class")
-    text = program(schedule(replace(graph, values=tuple(values)), Choices(recompute=recomputable(graph))))
+    text = program(schedule(replace(graph, values=tuple(values)), Choices(recompute=recomputable_values(graph))))
     assert "abort" in text
     tree = ast.parse(text)
     called = {ast.unparse(node.func).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Call)}

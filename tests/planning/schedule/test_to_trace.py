@@ -16,13 +16,13 @@ from tests.emulated_card.dry_process import run_there
 
 from memplan._bytes import round_to_blocks
 from memplan.devices import find
-from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.graph.joint_graph import recomputable_values
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
-from memplan.planning.schedule.scheduler import schedule, with_fewest_pieces
+from memplan.planning.schedule.scheduler import schedule, with_fewest_piecewise_ops
 from memplan.planning.schedule.to_trace import reserved_bytes, timeline_of, trace_of
 from memplan.trace.records import Cause
 
@@ -31,7 +31,7 @@ from memplan.trace.records import Cause
 @given(st.integers(0, 1 << 30), st.booleans(), st.booleans())
 def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool, held: bool) -> None:
     graph, draw = random_graph(seed, 8, hooks=True), random.Random(seed)
-    drop = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
+    drop = frozenset(value for value in sorted(recomputable_values(graph)) if draw.random() < 0.5)
     kept = frozenset((form.lever, form.value) for form in graph.forms if draw.random() < 0.5)
     made = schedule(graph, Choices(drop, kept, GradientUse(early, held and not early)))
     others: dict[Cause, int] = {"weight": 30, "parameter_gradient": 20}
@@ -44,18 +44,18 @@ def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool
 @given(st.integers(0, 1 << 30))
 def test_pieces_are_used_only_where_the_budget_asks_for_them(seed: int) -> None:
     graph = random_graph(seed, 8)
-    made = schedule(graph, Choices(recomputable(graph)))
+    made = schedule(graph, Choices(recomputable_values(graph)))
     peak = levels(made).peak
 
     def fits(one: object, budget: int) -> list[bool]:
         found = levels(one)  # pyright: ignore[reportArgumentType]  # a Schedule
         return [level <= budget for level in (*found.forward, *found.backward)]
 
-    tight = with_fewest_pieces(made, lambda one: fits(one, peak))
+    tight = with_fewest_piecewise_ops(made, lambda one: fits(one, peak))
     assert levels(tight).peak <= peak
-    wide = with_fewest_pieces(made, lambda one: fits(one, 1 << 40))
+    wide = with_fewest_piecewise_ops(made, lambda one: fits(one, 1 << 40))
     assert wide.choices.pieces == frozenset()
-    assert not any(a.into is not None and a.called(graph).scratch_into is not None for a in wide.backward)
+    assert not any(a.overwritten is not None and a.called_op(graph).in_place_scratch is not None for a in wide.backward)
 
 
 @settings(deadline=None, max_examples=40)
@@ -64,7 +64,7 @@ def test_reserved_bytes_are_those_of_the_timeline(seed: int, held: bool) -> None
     graph, draw = random_graph(seed, 12, hooks=True), random.Random(seed)
     values = tuple(replace(value, bytes=value.bytes << draw.randrange(18)) for value in graph.values)
     graph = replace(graph, values=values)
-    drop = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
+    drop = frozenset(value for value in sorted(recomputable_values(graph)) if draw.random() < 0.5)
     made = schedule(graph, Choices(drop, frozenset(), GradientUse(False, held)))
     outside_memory = OutsideMemory(1000, 3 << 20, home=Home("cuda:0", find("h100")))
     assert reserved_bytes(made, outside_memory) == timeline_of(made, outside_memory).peak_reserved
@@ -86,7 +86,7 @@ def test_a_librarys_workspace_is_allocated_by_the_op_that_calls_it_first() -> No
 def test_the_requests_of_an_op_are_made_one_by_one() -> None:
     graph = random_graph(3, 12)
     op = graph.ops[0]
-    sized = replace(op, scratch=700, requests=(500, 200, -1, 300, -2, -3), scratch_into=None, discarded=0)
+    sized = replace(op, scratch=700, requests=(500, 200, -1, 300, -2, -3), in_place_scratch=None, discarded=0)
     made = schedule(replace(graph, ops=(sized, *graph.ops[1:])), Choices())
     first = next(one for one in trace_of(made).ops if one.phase == "forward")
     temporary = [one for one in trace_of(made).storages if one.op == first.index and one.cause == "temporary"]
@@ -100,7 +100,7 @@ def test_early_requests_of_an_op_come_before_its_results() -> None:
     op = graph.ops[0]
     assert op.makes
     sized = replace(
-        op, scratch=700, requests=(500, 200, -2, -1), early_requests=1, scratch_into=None, discarded=0
+        op, scratch=700, requests=(500, 200, -2, -1), requests_before_results=1, in_place_scratch=None, discarded=0
     )  # fmt: skip
     trace = trace_of(schedule(replace(graph, ops=(sized, *graph.ops[1:])), Choices()))
     first = next(one for one in trace.ops if one.phase == "forward")
@@ -113,8 +113,8 @@ def test_unread_results_are_requested_one_by_one() -> None:
     graph = random_graph(3, 12)
     op = next(op for op in graph.forward_ops if len(op.outputs) == 1 and op.makes)
     sized = replace(
-        op, target="aten.sized.default", outputs=(None, *op.outputs, None, None), multiple=True, discarded=700,
-        discarded_by_output=(500, 0, 0, 200), scratch=300, scratch_into=None,
+        op, target="aten.sized.default", outputs=(None, *op.outputs, None, None), returns_tuple=True, discarded=700,
+        discarded_by_output=(500, 0, 0, 200), scratch=300, in_place_scratch=None,
     )  # fmt: skip
     ops = (*graph.ops[: op.index], sized, *graph.ops[op.index + 1 :])
     trace = trace_of(schedule(replace(graph, ops=ops), Choices()))

@@ -31,14 +31,14 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
     evaluator = Evaluator(graph.in_order(order), outside_memory, gradients=GradientUse(early, held))
     flat = evaluator.flat
     share = np.array([draw.random() for _ in range(count)])
-    columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
-    columns = columns.reshape(evaluator.rows, count)
+    columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.decision_count)], dtype=bool)
+    columns = columns.reshape(evaluator.decision_count, count)
     budget = 2000
     found = evaluator.evaluate(columns, budget)
     profiles = evaluator.profiles(columns)
     for at in range(count):
-        drops = frozenset(v for k, v in enumerate(flat.droppable) if columns[k, at])
-        some = columns[len(flat.droppable) :, at]
+        drops = frozenset(v for k, v in enumerate(flat.recomputable_values) if columns[k, at])
+        some = columns[len(flat.recomputable_values) :, at]
         kept = frozenset((form.lever, form.value) for form, chosen in zip(flat.forms, some, strict=True) if chosen)
         choices = Choices(drops, kept, GradientUse(early, held), order=order)
         made = schedule(graph, choices)
@@ -49,7 +49,7 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
         assert np.array_equal(evaluator.column(choices), columns[:, at])
         again = evaluator.choices(columns[:, at])
         assert levels(schedule(graph, again), outside_memory) == expected
-    return flat.regular
+    return flat.supports_batches
 
 
 @pytest.mark.slow
@@ -79,12 +79,12 @@ def test_networks(make: Callable[[], JointGraph], early: bool) -> None:
 def test_latest_results_serve_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, draw = transformer(), np.random.default_rng(0)
     evaluator, ran = Evaluator(graph), list[int]()
-    first, second = (draw.random((evaluator.rows, 20)) < share for share in (0.2, 0.6))
+    first, second = (draw.random((evaluator.decision_count, 20)) < share for share in (0.2, 0.6))
     run = Batch.run
     monkeypatch.setattr(Batch, "run", lambda batch: ran.append(batch.candidate_count) or run(batch))
     for columns, budget, squared in [(first, 2000, 0), (second, 2000, 0), (first, 1 << 40, 0), (first, 500, 2)]:
-        found, expected = evaluator.evaluate(columns, budget, squared=squared), Evaluator(graph)
-        anew = expected.evaluate(columns, budget, squared=squared)
+        found, expected = evaluator.evaluate(columns, budget, squarings=squared), Evaluator(graph)
+        anew = expected.evaluate(columns, budget, squarings=squared)
         assert all(np.array_equal(getattr(found, name), getattr(anew, name)) for name in Evaluated.__slots__)
     assert len(ran) == 2 + 4  # the other evaluator is new for each budget
     evaluator.forget()
@@ -94,7 +94,7 @@ def test_latest_results_serve_every_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_latest_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, draw = Evaluator(transformer()), np.random.default_rng(0)
-    columns = [draw.random((evaluator.rows, 20)) < 0.5 for _ in range(3)]
+    columns = [draw.random((evaluator.decision_count, 20)) < 0.5 for _ in range(3)]
     evaluator.evaluate(columns[0])
     (size,) = (result.nbytes for result in evaluator._latest.values())
     monkeypatch.setattr(batch_evaluator, "LATEST_BYTES", 2 * size)

@@ -37,14 +37,14 @@ def test_the_ends_of_values_are_those_of_the_schedule() -> None:
         for action in made.forward:
             position += action.kind == "run"
             for value in action.frees:
-                assert one.freed_at[one.row[value]] == position
+                assert one.freed_after_op[one.row_of_value[value]] == position
 
 
 def test_makers_and_readers() -> None:
     graph = transformer(2)
     one = flat(graph)
-    for row, value in enumerate(one.values):
-        assert value in graph.forward_ops[one.maker[row]].makes
+    for row, value in enumerate(one.forward_values):
+        assert value in graph.forward_ops[one.op_of_row[row]].makes
         readers = [slot for slot, op in enumerate(graph.backward_ops, 1) if value in op.reads]
-        direct = [slot for slot, candidates in one.direct if row in {other for _, other in candidates}]
-        assert sorted([*one.readers[row], *direct]) == readers
+        direct = [slot for slot, candidates in one.form_readers if row in {other for _, other in candidates}]
+        assert sorted([*one.reading_slots[row], *direct]) == readers

@@ -15,14 +15,14 @@ from memplan.planning.search.local_search import LocalSearch, apply_moves
 def local(share: float, layers: int = 3) -> LocalSearch:
     """On a transformer, with a budget of so much of what it needs when all is kept."""
     evaluator = Evaluator(transformer(layers))
-    kept = int(evaluator.evaluate(np.zeros((evaluator.rows, 1), dtype=bool)).peak[0])
-    return LocalSearch(evaluator, int(share * kept), small=5000)
+    kept = int(evaluator.evaluate(np.zeros((evaluator.decision_count, 1), dtype=bool)).peak[0])
+    return LocalSearch(evaluator, int(share * kept), small_bytes=5000)
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.7])
 def test_repair_then_improve(share: float) -> None:
     one = local(share)
-    start = one.state(np.zeros(one.evaluator.rows, dtype=bool))
+    start = one.state(np.zeros(one.evaluator.decision_count, dtype=bool))
     assert not start.fits
     repaired = one.repair(one.drop_unneeded(start))
     improved = one.improve(repaired)
@@ -39,16 +39,16 @@ def test_repair_then_improve(share: float) -> None:
 
 def test_no_single_move_helps_after_improvement() -> None:
     one = local(0.8)
-    state = one.improve(one.repair(one.state(np.zeros(one.evaluator.rows, dtype=bool))))
+    state = one.improve(one.repair(one.state(np.zeros(one.evaluator.decision_count, dtype=bool))))
     found = one.evaluator.evaluate(apply_moves(state.column, one.moves(state)), one.budget)
     assert not ((found.excess == 0) & (found.seconds < state.seconds - 1e-6)).any()
 
 
 def test_what_is_locked_stays() -> None:
     one = local(0.8)
-    locked = list(range(0, one.drop_count, 2))
-    state = one.repair(one.state(np.zeros(one.evaluator.rows, dtype=bool)), locked=locked)
-    needed = state.needed[one.flat.drop_rows]
+    locked = list(range(0, one.recompute_decisions, 2))
+    state = one.repair(one.state(np.zeros(one.evaluator.decision_count, dtype=bool)), locked=locked)
+    needed = state.is_needed[one.flat.recomputable_rows]
     assert not (state.column[locked] & needed[locked]).any()
 
 
@@ -57,16 +57,16 @@ def test_settling_changes_nothing() -> None:
     for seed in range(40):
         evaluator = Evaluator(random_graph(seed, 9))
         one = LocalSearch(evaluator, 2000)
-        state = one.state(draw.random(evaluator.rows) < 0.5)
+        state = one.state(draw.random(evaluator.decision_count) < 0.5)
         settled = one.drop_unneeded(state)
         again = one.state(settled.column)
-        assert (again.peak, again.excess, again.load) == (state.peak, state.excess, state.load)
+        assert (again.peak, again.excess, again.summed_bytes) == (state.peak, state.excess, state.summed_bytes)
         assert again.seconds == pytest.approx(state.seconds)
 
 
 def test_moves_change_something() -> None:
     one = local(0.8)
-    state = one.drop_unneeded(one.state(np.zeros(one.evaluator.rows, dtype=bool)))
+    state = one.drop_unneeded(one.state(np.zeros(one.evaluator.decision_count, dtype=bool)))
     for rows, bits in one.moves(state):
         assert len(set(rows)) == len(rows)
         assert all(state.column[row] != bit for row, bit in zip(rows, bits, strict=True))

@@ -24,8 +24,8 @@ def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, co
     outside_memory = OutsideMemory(draw.choice([0, 500]), draw.choice([0, 700]), each, loss_bytes=outside)
     evaluator = Evaluator(graph, outside_memory, gradients=GradientUse(early, held))
     share = np.array([draw.random() for _ in range(count)])
-    columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
-    columns = columns.reshape(evaluator.rows, count)
+    columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.decision_count)], dtype=bool)
+    columns = columns.reshape(evaluator.decision_count, count)
     found = evaluator.evaluate(columns)
     assert lower_bound(graph, outside_memory, gradients=GradientUse(early, held)) <= found.peak.min()
     relaxation = Relaxation(evaluator.flat)
@@ -60,7 +60,7 @@ def test_the_bound_goes_by_the_op_that_makes_a_result_again() -> None:
     y = tape.op("aten.made_up.default", [big], 1000, 2.0, extra=[8])
     op, statistics = tape.ops[-1], y + 1
     cheaper = replace(
-        op, args=(Ref(statistics),), outputs=(y,), multiple=False, reads=(statistics,), makes=(y,), seconds=0.25
+        op, args=(Ref(statistics),), outputs=(y,), returns_tuple=False, reads=(statistics,), makes=(y,), seconds=0.25
     )
     tape.ops[-1] = replace(op, cheaper_recompute=cheaper)
     small = tape.op("aten.made_up.default", [y], 8, 1.0, saves="i")

@@ -13,9 +13,9 @@ from planning.graphs import EARLY, HELD, Tape, any_order, may_follow, random_gra
 from planning.interpreter import interpreted
 
 from memplan.planning.graph.dependencies import is_allowed
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.order import WORTHWHILE, in_lower_order, lower_order
@@ -127,8 +127,8 @@ def test_no_peak_rises_and_the_step_is_the_same(seed: int) -> None:
     """With values recomputed and encoded, and gradients used in all ways; the interpreter says what the step does."""
     draw = random.Random(seed)
     graph = replace(random_graph(seed, draw.randint(3, 12), hooks=draw.random() < 0.5), mutations=())
-    use = draw.choice([STAYS, EARLY, HELD, GradientUse(updates=True, adds=True)])
-    again = sorted(recomputable(graph))
+    use = draw.choice([KEPT_UNTIL_UPDATE, EARLY, HELD, GradientUse(updates_early=True, accumulates=True)])
+    again = sorted(recomputable_values(graph))
     forms = [form for form in graph.forms if not form.is_copied]
     updates = {value.id: 70 for value in graph.values if value.kind == "parameter"}
     outside_memory = OutsideMemory(1000, 500, updates, loss_bytes=draw.choice([0, 800]))
@@ -179,14 +179,14 @@ def chain(layers: int) -> JointGraph:
     return tape.finish(tape.op("aten.sum.default", [x], 4, 0.1))
 
 
-@pytest.mark.parametrize("gradients", [STAYS, EARLY])
+@pytest.mark.parametrize("gradients", [KEPT_UNTIL_UPDATE, EARLY])
 def test_the_search_in_another_order_goes_lower_and_its_plans_are_the_step(gradients: GradientUse) -> None:
     outside_memory = OutsideMemory(update_by_parameter={v.id: 30 for v in chain(6).values if v.kind == "parameter"})
     search = Search(chain(6), outside_memory, gradients=gradients)
     ordered = in_lower_order(search)
     assert ordered.save_all.peak <= search.save_all.peak
     assert ordered.floor_peak <= search.floor_peak
-    if gradients == STAYS:
+    if gradients == KEPT_UNTIL_UPDATE:
         assert ordered.save_all.peak < 0.95 * search.save_all.peak
         assert ordered.floor_peak < 0.95 * search.floor_peak
     assert ordered.lower_bound <= ordered.floor_peak

@@ -15,7 +15,7 @@ from environment import slow
 from planning.graphs import EARLY, random_graph, residual, transformer, unet
 from planning.milp import Rules, plain_graph
 
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
@@ -78,8 +78,8 @@ def test_against_every_choice(early: bool, held: bool, seeds: range) -> None:
         graph = random_graph(seed, 7)
         outside_memory = OutsideMemory(100, 300, {of: 200 for of, _ in graph.gradients})
         one = Search(graph, outside_memory, gradients=GradientUse(early, held))
-        rows = one.evaluator.rows
-        if rows > (12 if one.flat.regular else 6):
+        rows = one.evaluator.decision_count
+        if rows > (12 if one.flat.supports_batches else 6):
             continue
         columns = (np.arange(2**rows)[None, :] >> np.arange(rows)[:, None]) & 1
         every = one.evaluator.evaluate(columns.astype(bool))
@@ -112,7 +112,7 @@ def test_ahead_of_checkpoints_per_block(make: Callable[[], JointGraph]) -> None:
     """At the peak of making all again but what is added to or handed on between blocks: at most half of its time."""
     graph = make()
     crossing = {v for op in graph.forward_ops if "add" in op.target or "pool" in op.target for v in op.makes}
-    checkpoints = schedule(graph, Choices(recompute=recomputable(graph) - crossing))
+    checkpoints = schedule(graph, Choices(recompute=recomputable_values(graph) - crossing))
     budget = levels(checkpoints).peak
     found = Search(graph).within(budget)
     assert isinstance(found, Solution)
@@ -175,7 +175,7 @@ def test_the_floor_is_the_same_whatever_was_measured_and_whatever_was_searched_f
     for seed in range(3):
         draw = random.Random(seed)
         ops = tuple(replace(op, seconds=op.seconds * (0.5 + draw.random())) for op in graph.ops)
-        search = Search(replace(graph, ops=ops), steady=graph)
+        search = Search(replace(graph, ops=ops), modelled_graph=graph)
         for share in (0.7, 0.3)[:seed]:
             search.within(int(search.lower_bound + share * (search.save_all.peak - search.lower_bound)))
         refused = search.within(1)
@@ -200,8 +200,8 @@ def test_nearest_to_what_nothing_keeps_against_every_choice(seeds: range) -> Non
     for seed in seeds:
         graph = random_graph(seed, 7)
         one = Search(graph)
-        rows = one.evaluator.rows
-        if not 4 <= rows <= 12 or not one.flat.regular:
+        rows = one.evaluator.decision_count
+        if not 4 <= rows <= 12 or not one.flat.supports_batches:
             continue
         columns = ((np.arange(2**rows)[None, :] >> np.arange(rows)[:, None]) & 1).astype(bool)
         for share in (0.1, 0.5):

@@ -75,8 +75,8 @@ def test_a_part_reads_the_receptive_field_alone() -> None:
     crops = Crops(model, (1, 1, 64, 64), torch.float32)
     crop = crops.crop(((8, 16), (0, 32)))
     # rows 8 to 16 of the result read 7 to 17 of the pool, rows 14 to 34, and 13 to 35 before the first kernel
-    assert crop.input == ((12, 36), (0, 64))
-    assert crop.inner == ((2, 10), (0, 32))
+    assert crop.input_windows == ((12, 36), (0, 64))
+    assert crop.part_in_crop_result == ((2, 10), (0, 32))
 
 
 class Gated(nn.Module):
@@ -109,7 +109,7 @@ def test_a_crop_that_begins_between_strides_would_be_noticed(monkeypatch: pytest
     crops = Crops(model, (1, 1, 32, 32), torch.float32)
     monkeypatch.setattr(crops, "strides", (1, 1))
     monkeypatch.setattr(
-        crops, "along", lambda at, window: ((window[0] - 1, window[1] + 1), (1, window[1] - window[0] + 1))
+        crops, "windows_along", lambda at, window: ((window[0] - 1, window[1] + 1), (1, window[1] - window[0] + 1))
     )
     with pytest.raises(NotTileable, match="positions"):
         crops.crop(((8, 16), (8, 16)))

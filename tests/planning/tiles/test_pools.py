@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memplan.planning.graph.op_schema import overload
-from memplan.planning.tiles.pools import DIFFERENTIABLE, VALUES
+from memplan.planning.tiles.pools import POOLS_WITH_DERIVATIVE, POOLS_WITHOUT_DERIVATIVE
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "2d": ((2, 16, 12, 13), ([3, 3], [2, 2], [1, 1])),
@@ -34,12 +34,12 @@ def test_values_and_gradients_are_those_of_torchs_op(case: str, dtype: torch.dty
     whole = x.clone().requires_grad_()
     expected, _ = overload(target)(whole, *options)
     dy = torch.randn(expected.shape).to(dtype)
-    values = VALUES[target](x, *options)
+    values = POOLS_WITHOUT_DERIVATIVE[target](x, *options)
     values = values if isinstance(values, torch.Tensor) else values[0]
     torch.testing.assert_close(values, expected.detach(), rtol=0, atol=0, equal_nan=True)
     assert values.is_contiguous()
     leaf = x.clone().requires_grad_()
-    result = DIFFERENTIABLE[target](leaf, *options)
+    result = POOLS_WITH_DERIVATIVE[target](leaf, *options)
     result = result if isinstance(result, torch.Tensor) else result[0]
     torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
     (computed,) = torch.autograd.grad(result, leaf, dy)
@@ -49,5 +49,7 @@ def test_values_and_gradients_are_those_of_torchs_op(case: str, dtype: torch.dty
 def test_integers_and_arguments_by_name() -> None:
     """Integers have no infinity to pad with, and rules pass arguments by name."""
     x = torch.randint(9, (1, 8, 6, 6))
-    result = VALUES["aten.max_pool2d_with_indices.default"](self=x, kernel_size=[2, 2], stride=[2, 2], padding=[0, 0])
+    result = POOLS_WITHOUT_DERIVATIVE["aten.max_pool2d_with_indices.default"](
+        self=x, kernel_size=[2, 2], stride=[2, 2], padding=[0, 0]
+    )
     assert torch.equal(result[0], torch.nn.functional.max_pool2d(x, 2))

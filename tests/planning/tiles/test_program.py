@@ -29,7 +29,7 @@ def test_running_statistics_are_no_inputs() -> None:
     norm = nn.BatchNorm1d(2)
     program, tensors = recorded(norm, [torch.randn(4, 2)], [*norm.parameters(), *norm.buffers()])
     assert [tuple(tensor.shape) for tensor in tensors] == [(4, 2), (2,), (2,)]
-    assert len(program.static) == 2
+    assert len(program.static_inputs) == 2
     assert torch.equal(norm.running_mean, torch.zeros(2))  # pyright: ignore[reportArgumentType]
 
 

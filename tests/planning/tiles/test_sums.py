@@ -185,5 +185,5 @@ def test_the_gradient_of_a_weight_exists_once() -> None:
         results = tiled.forward_with_gradients(tensors, statistics, needed)
     weight, logits = 4 * vocabulary * width, 4 * vocabulary * tokens // pieces
     assert len(results) == 3
-    assert weight < allocations.most("tile") < weight + 4 * tokens * width + 4 * logits
+    assert weight < allocations.peak_bytes("tile") < weight + 4 * tokens * width + 4 * logits
     assert 4 * logits < weight

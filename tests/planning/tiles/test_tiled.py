@@ -228,7 +228,7 @@ def test_overlap_is_what_neighbours_compute_twice() -> None:
     """Two 3x3 convolutions in two pieces of eight rows: the first has a row more at the border, by hand."""
     model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1))
     program, _ = recorded(model, [torch.randn(1, 1, 16, 16)], model.parameters())
-    assert Tiled(program, Axis(2), 2).overlap(2) == [9 * 2 / 16, 1.0]
+    assert Tiled(program, Axis(2), 2).overlap_by_op(2) == [9 * 2 / 16, 1.0]
 
 
 @pytest.mark.parametrize("first", ["conv", "norm"])
@@ -261,7 +261,7 @@ def test_runs_are_counted_as_they_happen(monkeypatch: pytest.MonkeyPatch, first:
         return now
 
     def expected(phase: Phase) -> list[float]:
-        return [tiled.runs(phase)[at] for at in indices]
+        return [tiled.runs_by_op(phase)[at] for at in indices]
 
     statistics = tiled.statistics(tensors)
     assert counts() == expected("statistics") == ([2, 1] if first == "conv" else [1, 0])
@@ -278,7 +278,7 @@ def test_norms_that_do_not_depend_on_each_other_share_passes() -> None:
     tiled = Tiled(program, Axis(0, 4), 2)
     first, second, shortcut = tiled.norms
     assert tiled.statistic_passes == [[first, shortcut], [second]]
-    assert tiled.sum_passes == [[shortcut, second], [first]]
+    assert tiled.derivative_sum_passes == [[shortcut, second], [first]]
 
 
 def test_derivatives_of_what_is_behind_a_norm_are_computed_for_its_sums() -> None:
@@ -287,7 +287,7 @@ def test_derivatives_of_what_is_behind_a_norm_are_computed_for_its_sums() -> Non
     program, _ = recorded(model, [torch.randn(2, 2, 4, 4)], [*model.parameters(), *model.buffers()])
     tiled = Tiled(program, Axis(0, 2), 1)
     counts = {node.name: [] for node in program.nodes}
-    for node, count in zip(program.nodes, tiled.derivatives(), strict=True):
+    for node, count in zip(program.nodes, tiled.derivatives_by_op(), strict=True):
         counts[node.name].append(count)
     assert counts["convolution"] == [1.0, 1.5]
     assert counts["relu"] == [2.0]

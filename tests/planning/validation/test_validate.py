@@ -55,13 +55,13 @@ def run(op: int, reads: tuple[int, ...], makes: tuple[int, ...], frees: tuple[in
 
 FORWARD = (
     run(0, (X, W1), (H,)),
-    run(1, (H,), (R,), into=H),
+    run(1, (H,), (R,), overwritten=H),
     run(2, (MEAN, R), (NEW,)),
     Action("write", value=MEAN, source=NEW, reads=(NEW,), frees=(NEW,)),
     run(3, (R,), (D, MASK)),
-    Action("store", value=MASK, form=BITS, reads=(MASK,), makes=(BITS,), frees=(MASK,)),
+    Action("store", value=MASK, encoding=BITS, reads=(MASK,), makes=(BITS,), frees=(MASK,)),
     run(4, (R, D), (M,)),
-    Action("store", value=R, form=SIGNS, reads=(R,), makes=(SIGNS,), frees=(R,)),
+    Action("store", value=R, encoding=SIGNS, reads=(R,), makes=(SIGNS,), frees=(R,)),
     run(5, (M, W2), (Y,), (M,)),
     run(6, (Y,), (LOSS,), (Y,)),
 )
@@ -69,16 +69,16 @@ BACKWARD = (
     Action("receive", makes=(TANGENT,)),
     run(7, (TANGENT,), (G_Y,), (TANGENT,)),
     run(0, (X, W1), (H,), recomputed=True),
-    run(1, (H,), (R,), recomputed=True, into=H),
+    run(1, (H,), (R,), recomputed=True, overwritten=H),
     run(4, (R, D), (M,), recomputed=True),
     run(8, (G_Y, M, W2), (G_M, G_W2), (M, G_Y)),
     Action("give", value=W2, source=G_W2, reads=(G_W2,)),
-    run(9, (G_M, R, D), (G_R, G_D), (R, D), into=G_M),
-    Action("fetch", value=MASK, form=BITS, reads=(BITS,), makes=(MASK,), frees=(BITS,)),
-    run(10, (G_D, MASK), (G_R2,), (MASK,), into=G_D),
-    run(11, (G_R, G_R2), (G_SUM,), (G_R2,), into=G_R),
-    run(12, (G_SUM, SIGNS), (G_H,), (SIGNS,), into=G_SUM, form=SIGNS),
-    run(13, (G_H, X, W1), (G_W1,), into=G_H),
+    run(9, (G_M, R, D), (G_R, G_D), (R, D), overwritten=G_M),
+    Action("fetch", value=MASK, encoding=BITS, reads=(BITS,), makes=(MASK,), frees=(BITS,)),
+    run(10, (G_D, MASK), (G_R2,), (MASK,), overwritten=G_D),
+    run(11, (G_R, G_R2), (G_SUM,), (G_R2,), overwritten=G_R),
+    run(12, (G_SUM, SIGNS), (G_H,), (SIGNS,), overwritten=G_SUM, encoding=SIGNS),
+    run(13, (G_H, X, W1), (G_W1,), overwritten=G_H),
     Action("give", value=W1, source=G_W1, reads=(G_W1,)),
 )
 PLAN = Schedule(GRAPH, Choices(), FORWARD, BACKWARD, (D, BITS, SIGNS))
@@ -101,7 +101,7 @@ def test_what_has_an_effect_and_no_result_runs_once() -> None:
     tape = Tape()
     x, w = tape.value("input", 64), tape.value("parameter", 64)
     h = tape.op("aten.mm.default", [x], 64, 1.0, parameters=[w], saves="i")
-    tape.raw("aten._linalg_check_errors.default", (h,), (), once=True)
+    tape.raw("aten._linalg_check_errors.default", (h,), (), must_run_once=True)
     tape.finish(tape.op("aten.sum.default", [h], 4, 0.1))
     graph = tape.graph()
     plan = schedule(graph, Choices())
@@ -135,7 +135,7 @@ def test_what_lives_beside_the_graph_counts() -> None:
         ("discarded", 2, 64 + 64),
         ("store_scratch", MASK, 64 + 64 + 16 + 2),  # the ReLU's result, the dropout's, its mask, bits
         ("fetch_scratch", MASK, 2 + 2 + 16 + 4 + 64 + 2 * 64),  # bits, signs, mask, loss, given, gradients
-        ("direct_scratch", R, 2 + 4 + 64 + 64),  # signs, loss, given, gradient
+        ("direct_reader_scratch", R, 2 + 4 + 64 + 64),  # signs, loss, given, gradient
     ],
 )
 def test_what_an_action_holds_for_a_moment_counts(field: str, of: int, live: int) -> None:
@@ -210,23 +210,26 @@ MISTAKES: dict[str, tuple[Schedule, str]] = {
         replace(PLAN, forward=(*FORWARD[:3], *FORWARD[4:]), backward=(*BACKWARD, FORWARD[3]), saved=(NEW, *PLAN.saved)),
         "no such thing",
     ),
-    "over what lives": (change(PLAN, 4, into=R), "must not write over v5"),
-    "over a parameter": (change(PLAN, 0, into=W1), "must not write over v2"),
-    "over what is still read": (change(PLAN, 14, into=R), "must not write over v5"),
-    "over what is not there": (change(PLAN, 19, reads=(G_D, MASK), into=G_M), "must not write over v14"),
+    "over what lives": (change(PLAN, 4, overwritten=R), "must not write over v5"),
+    "over a parameter": (change(PLAN, 0, overwritten=W1), "must not write over v2"),
+    "over what is still read": (change(PLAN, 14, overwritten=R), "must not write over v5"),
+    "over what is not there": (change(PLAN, 19, reads=(G_D, MASK), overwritten=G_M), "must not write over v14"),
     "over a value for a second result": (change(PLAN, 17, makes=(G_D, G_R)), "must not write over|otherwise"),
     "another value is decoded": (change(PLAN, 18, value=R), "no such thing|otherwise"),
     "decoded out of other bits": (change(PLAN, 18, reads=(SIGNS,), frees=()), "otherwise"),
-    "signs decoded": (inserted(16, Action("fetch", value=R, form=SIGNS, reads=(SIGNS,), makes=(R,))), "no such thing"),
+    "signs decoded": (
+        inserted(16, Action("fetch", value=R, encoding=SIGNS, reads=(SIGNS,), makes=(R,))),
+        "no such thing",
+    ),
     "decoded twice": (inserted(18, BACKWARD[8]), "v22 is not there to be read"),
     "decoded where it is there": (inserted(18, replace(BACKWARD[8], reads=(BITS,))), "not there|already"),
     "never encoded": (change(with_action(PLAN, 5), 4, frees=(MASK,)), "not what is saved"),
     "encoded what is gone": (change(PLAN, 4, frees=(MASK,)), "v8 is not there to be read"),
     "signs for an op that wants the value": (
-        change(PLAN, 17, reads=(G_M, SIGNS, D), form=SIGNS),
+        change(PLAN, 17, reads=(G_M, SIGNS, D), encoding=SIGNS),
         "cannot read a kept form",
     ),
-    "the value for an op that wants signs": (change(PLAN, 21, form=None), "otherwise"),
+    "the value for an op that wants signs": (change(PLAN, 21, encoding=None), "otherwise"),
     "given twice": (inserted(16, BACKWARD[6]), "or it is done"),
     "never given": (with_action(PLAN, 23), "gradient of v2 is missing"),
     "another's gradient": (change(PLAN, 23, value=W2), "no such thing"),
@@ -238,7 +241,7 @@ MISTAKES: dict[str, tuple[Schedule, str]] = {
     "tangents twice": (inserted(11, BACKWARD[0]), "tangents come first"),
     "tangents made by an op": (change(PLAN, 10, makes=()), "otherwise"),
     "an op that reads more than it says": (change(PLAN, 8, reads=(M,)), "otherwise"),
-    "an encoding that writes over memory": (change(PLAN, 5, into=MASK, frees=()), "only ops do that"),
+    "an encoding that writes over memory": (change(PLAN, 5, overwritten=MASK, frees=()), "only ops do that"),
     "an op that makes what it cannot": (change(PLAN, 8, makes=(Y, H)), "makes no v4, v10"),
     "one result twice": (change(PLAN, 4, makes=(D, MASK, MASK)), "otherwise"),
     "nothing at all": (change(PLAN, 0, op=None), "no such thing"),
@@ -271,7 +274,7 @@ def tiny(*, stride: tuple[int, ...] = (1,), overwrites: bool = False) -> tuple[J
     backward = (
         Action("receive", makes=(tangent,)),
         run(1, (tangent, x), (gradient,)),
-        run(2, (tangent, w, *over), (last,), (tangent,), into=gradient if overwrites else None),
+        run(2, (tangent, w, *over), (last,), (tangent,), overwritten=gradient if overwrites else None),
         Action("give", value=x, source=last, reads=(last,)),
         Action("give", value=w, source=gradient, reads=(gradient,)),
     )
@@ -315,7 +318,7 @@ def test_a_gradient_does_not_change_after_it_was_given() -> None:
         validate(graph, plan)
     with pytest.raises(ScheduleError, match="v4 has changed since"):
         validate(graph, replace(plan, backward=(receive, first, last, second, given)))
-    copied = replace(plan, backward=(receive, first, replace(last, copies=True), second, given))
+    copied = replace(plan, backward=(receive, first, replace(last, returns_copy=True), second, given))
     assert validate(graph, copied) == interpreted(graph, copied, OutsideMemory())
 
 
@@ -330,9 +333,9 @@ def test_a_gradient_whose_memory_is_not_its_own_is_copied(what: str) -> None:
     first = replace(plan.backward[1], frees=() if base == 4 else (4,))
 
     def changed(copies: bool, choices: Choices) -> Schedule:
-        free = () if not copies and not choices.gradients.adds else (base,) if base == 4 else frees
-        give_other = replace(plan.backward[3], copies=what == "of two")
-        other = replace(give, copies=copies, frees=(*free, *((5,) if what == "of two" else ())))
+        free = () if not copies and not choices.gradients.accumulates else (base,) if base == 4 else frees
+        give_other = replace(plan.backward[3], returns_copy=what == "of two")
+        other = replace(give, returns_copy=copies, frees=(*free, *((5,) if what == "of two" else ())))
         backward = (plan.backward[0], first, second, give_other, other)
         return replace(plan, choices=choices, backward=backward, saved=(2,) if base == 2 else ())
 
@@ -390,11 +393,11 @@ def test_memory_is_taken_over_by_the_first_result_of_the_same_size_only() -> Non
 
 
 def test_an_op_with_an_effect_runs_once_whoever_reads_its_result() -> None:
-    ops = tuple(replace(op, once=op.index == 0) for op in GRAPH.ops)
+    ops = tuple(replace(op, must_run_once=op.index == 0) for op in GRAPH.ops)
     with pytest.raises(ScheduleError, match=r"run 0\): aten\.mm\.default must not run again"):
         validate(replace(GRAPH, ops=ops), PLAN)
     graph, plan = tiny()
-    effect = GraphOp(3, "aten.print.default", (), {}, "backward", (), False, (1,), (), discarded=4, once=True)
+    effect = GraphOp(3, "aten.print.default", (), {}, "backward", (), False, (1,), (), discarded=4, must_run_once=True)
     graph = replace(graph, ops=(*graph.ops, effect))
     with pytest.raises(ScheduleError, match="not all ran once"):
         validate(graph, plan)
@@ -402,9 +405,9 @@ def test_an_op_with_an_effect_runs_once_whoever_reads_its_result() -> None:
 
 
 def test_an_op_reads_the_encoded_form_only_of_what_it_reads() -> None:
-    forms = (GRAPH.forms[0], replace(GRAPH.forms[1], direct=(12, 13)))
+    forms = (GRAPH.forms[0], replace(GRAPH.forms[1], direct_readers=(12, 13)))
     with pytest.raises(ScheduleError, match="cannot read a kept form"):
-        validate(replace(GRAPH, forms=forms), change(PLAN, 22, form=SIGNS))
+        validate(replace(GRAPH, forms=forms), change(PLAN, 22, encoding=SIGNS))
 
 
 def test_an_output_that_is_read_in_the_backward_pass_is_saved() -> None:

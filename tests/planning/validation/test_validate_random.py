@@ -13,7 +13,7 @@ from planning.graphs import any_order, random_graph
 from planning.interpreter import Wrong, interpreted, with_action
 
 from memplan.errors import ScheduleError
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
@@ -28,11 +28,14 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, OutsideMemory]:
     later = {value for op in graph.backward_ops for value in op.reads}
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
     if draw.random() < 0.5:
-        ops = (replace(op, once=op.once or draw.random() < 0.3) if op.phase == "backward" else op for op in graph.ops)
+        ops = (
+            replace(op, must_run_once=op.must_run_once or draw.random() < 0.3) if op.phase == "backward" else op
+            for op in graph.ops
+        )
         graph = replace(graph, ops=tuple(ops))
     changed = {target for target, _ in graph.mutations}
-    again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].recompute_op.reads))
-    forms = [form for form in graph.forms if changed.isdisjoint(form.also_reads)]
+    again = sorted(v for v in recomputable_values(graph) if changed.isdisjoint(graph.maker[v].recompute_op.reads))
+    forms = [form for form in graph.forms if changed.isdisjoint(form.fetch_operands)]
     choices = Choices(
         frozenset(value for value in again if draw.random() < 0.5),
         saved_forms=frozenset((form.lever, form.value) for form in forms if draw.random() < 0.6),
@@ -75,12 +78,14 @@ def mutant(graph: JointGraph, plan: Schedule, draw: random.Random) -> Schedule:
         lambda: with_action(plan, at, replace(action, makes=action.makes[1:])),
         lambda: with_action(plan, at, replace(action, makes=(*action.makes, any_value))),
         lambda: with_action(plan, at, replace(action, reads=action.reads[1:])),
-        lambda: with_action(plan, at, replace(action, into=some, frees=tuple(v for v in action.frees if v != some))),
-        lambda: with_action(plan, at, replace(action, into=None)),
+        lambda: with_action(
+            plan, at, replace(action, overwritten=some, frees=tuple(v for v in action.frees if v != some))
+        ),
+        lambda: with_action(plan, at, replace(action, overwritten=None)),
         lambda: with_action(plan, at, replace(action, recomputed=not action.recomputed)),
-        lambda: with_action(plan, coded, replace(actions[coded], copies=not actions[coded].copies)),
-        lambda: with_action(plan, at, replace(action, form=some)),
-        lambda: with_action(plan, at, replace(action, form=None)),
+        lambda: with_action(plan, coded, replace(actions[coded], returns_copy=not actions[coded].returns_copy)),
+        lambda: with_action(plan, at, replace(action, encoding=some)),
+        lambda: with_action(plan, at, replace(action, encoding=None)),
         lambda: with_action(plan, coded, replace(actions[coded], value=any_value)),
         lambda: with_action(plan, coded, replace(actions[coded], source=any_value)),
         lambda: with_action(plan, at, replace(action, op=draw.randrange(len(graph.ops)))),

@@ -143,9 +143,9 @@ def test_a_wrong_tile_is_refused(monkeypatch: pytest.MonkeyPatch, broken: str, s
     def begin(self: Any, whole: Any, *args: Any, **options: Any) -> None:
         run(self, whole, *args, **options)
         if self.piece == 2 and options.get("differentiates"):
-            for value in set(whole.along).intersection(self.values):
+            for value in set(whole.placements).intersection(self.values):
                 self.values[value] = self.values[value].clone()
-                self.values[value].narrow(whole.along[value].dim, 0, 1).mul_(0.99)
+                self.values[value].narrow(whole.placements[value].dim, 0, 1).mul_(0.99)
 
     def differentiate(self: Any, run: Any, piece: int, *args: Any) -> Any:
         computed = derivative(self, run, piece, *args)

@@ -171,7 +171,7 @@ def test_a_budget_that_held_gradients_exceed_says_so() -> None:
 
 
 def floor(plans: Plans, held: bool) -> int:
-    settings = Settings(gradients=GradientUse(adds=held), heuristics=QUICK)
+    settings = Settings(gradients=GradientUse(accumulates=held), heuristics=QUICK)
     with pytest.raises(BudgetError) as caught:
         Planner(plans._module).planned(call_of_modes(2), settings, 1)
     return caught.value.smallest_budget

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memplan.exporting.lowering.device_graph import words
+from memplan.exporting.lowering.device_graph import rounded_to_words
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
@@ -17,12 +17,12 @@ class Buffer:
     """Memory that is live from action `first` to action `last`, both included."""
 
     bytes: int
-    first: int
-    last: int
+    first_action: int
+    last_action: int
 
-    def meets(self, other: Buffer) -> bool:
+    def overlaps(self, other: Buffer) -> bool:
         """Return whether both are live during some action."""
-        return self.first <= other.last and other.first <= self.last
+        return self.first_action <= other.last_action and other.first_action <= self.last_action
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Lifetimes:
     """For each action: by live value that owns memory, the index of its buffer."""
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Most bytes that are live at once: no arena can be smaller."""
         changes = dict[int, int]()  # action -> bytes allocated in it minus bytes freed before it
         for buffer in self.buffers:
-            changes[buffer.first] = changes.get(buffer.first, 0) + buffer.bytes
-            changes[buffer.last + 1] = changes.get(buffer.last + 1, 0) - buffer.bytes
+            changes[buffer.first_action] = changes.get(buffer.first_action, 0) + buffer.bytes
+            changes[buffer.last_action + 1] = changes.get(buffer.last_action + 1, 0) - buffer.bytes
         return max(itertools.accumulate(changes[time] for time in sorted(changes)), default=0)
 
 
@@ -72,8 +72,8 @@ class _LifetimeTracker:
                 buffer = self.buffer_of.pop(value, -1)
                 if buffer >= 0:
                     spans[buffer] = (self.first_action.pop(buffer), time)
-            if action.into is not None:  # overwritten: the buffer is the result's
-                self.buffer_of.pop(action.into, None)
+            if action.overwritten is not None:  # overwritten: the buffer is the result's
+                self.buffer_of.pop(action.overwritten, None)
         spans |= {buffer: (first, len(actions)) for buffer, first in self.first_action.items()}  # live at the end
         buffers = tuple(Buffer(size, *spans[buffer]) for buffer, size in enumerate(self.buffer_bytes))
         return Lifetimes(buffers, tuple(buffer_of_by_action))
@@ -85,13 +85,13 @@ class _LifetimeTracker:
         for position, value in enumerate(action.makes):
             if value in self.buffer_of:
                 continue
-            if position == 0 and action.into is not None:  # an op in place writes its first result there
-                self.buffer_of[value] = self.buffer_of[action.into]
+            if position == 0 and action.overwritten is not None:  # an op in place writes its first result there
+                self.buffer_of[value] = self.buffer_of[action.overwritten]
             else:
                 self.buffer_of[value] = self._open(values[value].bytes, time)
         if action.kind != "run" or action.op is None:
             return []
-        unread = [v for v in action.called(self.graph).makes if v not in action.makes and v not in self.buffer_of]
+        unread = [v for v in action.called_op(self.graph).makes if v not in action.makes and v not in self.buffer_of]
         for value in unread:
             self.buffer_of[value] = self._open(values[value].bytes, time)
         return unread
@@ -101,6 +101,6 @@ class _LifetimeTracker:
         if not size:
             return -1
         buffer = len(self.buffer_bytes)
-        self.buffer_bytes.append(words(size))
+        self.buffer_bytes.append(rounded_to_words(size))
         self.first_action[buffer] = time
         return buffer

@@ -14,8 +14,14 @@ def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int], size: int) 
     Raises:
         ScheduleError: they do not.
     """
-    for time in sorted({buffer.first for buffer in buffers}):  # any two that overlap do so when the later one begins
-        live = [(offsets[n], offsets[n] + b.bytes, n) for n, b in enumerate(buffers) if b.first <= time <= b.last]
+    for time in sorted(
+        {buffer.first_action for buffer in buffers}
+    ):  # any two that overlap do so when the later one begins
+        live = [
+            (offsets[n], offsets[n] + b.bytes, n)
+            for n, b in enumerate(buffers)
+            if b.first_action <= time <= b.last_action
+        ]
         previous_end = 0
         for begin, end, number in sorted(live):
             if begin < previous_end or end > size or begin % 4:

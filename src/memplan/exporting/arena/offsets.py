@@ -47,7 +47,7 @@ def choose_offsets(
         12
     """
     # for each buffer, the indices of the others that are live at the same time
-    conflicts = [[k for k, other in enumerate(buffers) if k != n and b.meets(other)] for n, b in enumerate(buffers)]
+    conflicts = [[k for k, other in enumerate(buffers) if k != n and b.overlaps(other)] for n, b in enumerate(buffers)]
     best: tuple[Placement, list[int]] | None = None
     for key in _ORDERS:
         order = sorted(range(len(buffers)), key=lambda n, key=key: (key(buffers[n]), n))  # the index breaks ties
@@ -61,11 +61,11 @@ def choose_offsets(
 
 
 _ORDERS: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
-    lambda buffer: (-buffer.bytes, buffer.first),
-    lambda buffer: (-buffer.bytes * (buffer.last - buffer.first + 1), buffer.first),
-    lambda buffer: (buffer.first - buffer.last, -buffer.bytes),
-    lambda buffer: (buffer.first, -buffer.last),
-    lambda buffer: (-buffer.last, buffer.first),
+    lambda buffer: (-buffer.bytes, buffer.first_action),
+    lambda buffer: (-buffer.bytes * (buffer.last_action - buffer.first_action + 1), buffer.first_action),
+    lambda buffer: (buffer.first_action - buffer.last_action, -buffer.bytes),
+    lambda buffer: (buffer.first_action, -buffer.last_action),
+    lambda buffer: (-buffer.last_action, buffer.first_action),
 )
 """Sort keys: size, size times lifetime, lifetime (the largest first), allocation, and free (the last first)."""
 

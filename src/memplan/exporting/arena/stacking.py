@@ -16,7 +16,7 @@ import numpy as np
 
 from memplan.exporting.arena.lifetimes import Buffer
 
-GONE = 1 << 60
+PLACED = 1 << 60
 """Lowest offset of a buffer that is already placed."""
 NOISES = (0.02, 0.1, 0.3, 0.6)
 """Sizes of the random shifts of a buffer's position in an order, in shares of the number of buffers."""
@@ -31,13 +31,13 @@ class Stacking:
     sizes: np.ndarray
     live: np.ndarray
     """For each buffer and section: whether it is live."""
-    meets: np.ndarray
+    overlaps: np.ndarray
     """For each pair of buffers: whether both are live in a section."""
     members: np.ndarray
     """Indices of the live buffers, section by section."""
     starts: np.ndarray
     """Where each section begins in `members`."""
-    keys: tuple[np.ndarray, ...]
+    sort_keys: tuple[np.ndarray, ...]
     """Three numbers of each buffer, by which it can be ranked: lifetime in sections, size times lifetime, and the most
     bytes live in any of its sections. Orders begin with the largest."""
 
@@ -47,7 +47,7 @@ class Stacking:
 
         So each section that stays has a buffer whose life begins in it, and one whose life ends in it.
         """
-        first, end = np.array([b.first for b in buffers]), np.array([b.last + 1 for b in buffers])
+        first, end = np.array([b.first_action for b in buffers]), np.array([b.last_action + 1 for b in buffers])
         section_begins = np.unique(np.concatenate([first, end]))[:-1]  # without the end of the last section
         live = (first[None, :] <= section_begins[:, None]) & (section_begins[:, None] < end[None, :])
         live = live[live.any(1)]
@@ -71,7 +71,7 @@ class Stacking:
         """
         rng, count = np.random.default_rng(seed), len(self.sizes)
         rank = np.empty(count)
-        order = [last_rank] if last_rank is not None and seed % 2 else [-self.keys[k] for k in rng.permutation(3)]
+        order = [last_rank] if last_rank is not None and seed % 2 else [-self.sort_keys[k] for k in rng.permutation(3)]
         rank[np.lexsort(order)] = np.arange(count)
         return rank + rng.random(count) * count * rng.choice(NOISES)
 
@@ -91,14 +91,14 @@ class Stacking:
             number = candidates.pop()
             offsets[number] = lowest[number]
             end = lowest[number] + self.sizes[number]
-            lowest = np.where(self.meets[number], np.maximum(lowest, end), lowest)
-            lowest[number] = GONE
+            lowest = np.where(self.overlaps[number], np.maximum(lowest, end), lowest)
+            lowest[number] = PLACED
             if len(trail) == len(offsets):  # this was the last buffer
                 return tuple(map(int, offsets))
             pending_bytes = pending_bytes - self.live[number] * self.sizes[number]
             lowest_in_section = np.minimum.reduceat(lowest[self.members], self.starts)
             # in every section with buffers left, these must fit above the lowest free offset
-            has_buffers_left = lowest_in_section < GONE
+            has_buffers_left = lowest_in_section < PLACED
             if not (has_buffers_left & (lowest_in_section + pending_bytes > target)).any():
                 trail.append((self._candidates(lowest, rank), lowest, pending_bytes))
         return None

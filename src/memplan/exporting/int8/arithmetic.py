@@ -22,7 +22,7 @@ class Affine:
 
     scale: float
     """Exact in float32."""
-    zero: int
+    zero_point: int
     """The integer that stands for 0."""
 
     @classmethod
@@ -36,20 +36,22 @@ class Affine:
 
     def integers(self, real: np.ndarray) -> np.ndarray:
         """Return real numbers rounded to int8, half to even."""
-        return np.clip(np.rint(real / self.scale) + self.zero, LOWEST, HIGHEST).astype(np.int8)
+        return np.clip(np.rint(real / self.scale) + self.zero_point, LOWEST, HIGHEST).astype(np.int8)
 
-    def bound(self, real: float) -> int:
+    def integer_at(self, real: float) -> int:
         """Return the integer that stands for a real number, the lowest or highest for one outside of the range."""
-        return int(np.clip(np.rint(real / self.scale) + self.zero, LOWEST, HIGHEST))
+        return int(np.clip(np.rint(real / self.scale) + self.zero_point, LOWEST, HIGHEST))
 
     def rounded_inputs(self, floats: np.ndarray) -> np.ndarray:
         """Return inputs in float32 as int8, bit for bit as the device's kernel does: it multiplies by the reciprocal of
         the scale and rounds half away from 0."""
-        scaled = np.clip(floats.astype(np.float32) * self.reciprocal, LOWEST - self.zero, HIGHEST - self.zero)
+        scaled = np.clip(
+            floats.astype(np.float32) * self.reciprocal, LOWEST - self.zero_point, HIGHEST - self.zero_point
+        )
         truncated = np.trunc(scaled)
         fraction = scaled - truncated
         rounded = truncated + (fraction >= 0.5) - (fraction <= -0.5).astype(np.float32)
-        return (rounded + self.zero).astype(np.int8)
+        return (rounded + self.zero_point).astype(np.int8)
 
     @property
     def reciprocal(self) -> np.float32:
@@ -58,7 +60,7 @@ class Affine:
 
     def floats(self, integers: np.ndarray) -> np.ndarray:
         """Return int8 as float32, as the device computes it."""
-        return np.float32(self.scale) * (integers.astype(np.int32) - self.zero).astype(np.float32)
+        return np.float32(self.scale) * (integers.astype(np.int32) - self.zero_point).astype(np.float32)
 
 
 def multiplier(real: float) -> tuple[int, int]:
@@ -84,7 +86,7 @@ def multiplier(real: float) -> tuple[int, int]:
     return m, shift
 
 
-def shifted(products: np.ndarray, shifts: np.ndarray | int) -> np.ndarray:
+def shifted_right(products: np.ndarray, shifts: np.ndarray | int) -> np.ndarray:
     """Return int64 products over ``2 ** shift``, rounded half up."""
     shifts = np.asarray(shifts, np.int64)
     return (products + (np.int64(1) << (shifts - 1))) >> shifts

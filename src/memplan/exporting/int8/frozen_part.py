@@ -12,7 +12,17 @@ import numpy as np
 import torch
 
 from memplan._display import Printed
-from memplan.exporting.int8.layers import Activation, Add, Average, Bytes, Convolution, Largest, Layer, Multiply, View
+from memplan.exporting.int8.layers import (
+    Activation,
+    Add,
+    AveragePool,
+    ByteInput,
+    Convolution,
+    Layer,
+    MaxPool,
+    Multiply,
+    View,
+)
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, map_refs, refs
 from memplan.planning.graph.op_schema import ELEMENTWISE, arguments_of, is_contiguous, overload, short
 
@@ -22,7 +32,7 @@ BYTES = ("uint8", "int8")
 
 
 @dataclass(frozen=True, slots=True)
-class Stop(Printed):
+class FloatOp(Printed):
     """An op without a trained weight that stays in float32, although it reads layers in eight bits."""
 
     op: GraphOp
@@ -39,11 +49,11 @@ class FrozenPart:
 
     graph: JointGraph
     layers: tuple[Layer, ...]
-    borders: tuple[int, ...]
+    values_read_in_float32: tuple[int, ...]
     """Values of the layers that other ops read, in order."""
-    inputs: tuple[int, ...]
+    float_inputs: tuple[int, ...]
     """Values in float32 that the layers read: inputs, or views of them."""
-    stops: tuple[Stop, ...]
+    float_ops: tuple[FloatOp, ...]
 
     @property
     def calls(self) -> frozenset[tuple[str, str]]:
@@ -92,7 +102,7 @@ class _Finder:
         """The layers so far that integer kernels can compute, in order."""
         self.maker: dict[int, Layer] = {}
         """By value that such a layer computes: the layer."""
-        self.stops: list[Stop] = []
+        self.stops: list[FloatOp] = []
         """Ops that read these layers and stay in float32."""
         self.use_count: Counter[int] = Counter()
         """By value: the number of ops that read it, and of its uses as a result of the step."""
@@ -108,11 +118,11 @@ class _Finder:
                 self._op(op)
         layers = self._connected()
         layer_ops = {op.index for layer in layers for op in layer.ops}
-        results = {layer.out for layer in layers}
+        results = {layer.output for layer in layers}
         read_outside = {v for op in self.graph.ops if op.index not in layer_ops for v in refs((op.args, op.kwargs))}
         step_results = {*self.graph.outputs, *self.written, *(new for _, new in self.graph.mutations)}
-        borders = tuple(layer.out for layer in layers if layer.out in read_outside | step_results)
-        operands = dict.fromkeys(value for layer in layers for value in layer.reads)  # unique, in order
+        borders = tuple(layer.output for layer in layers if layer.output in read_outside | step_results)
+        operands = dict.fromkeys(value for layer in layers for value in layer.operands)  # unique, in order
         float_inputs = tuple(value for value in operands if value in self.floats and value not in results)
         stops = tuple(stop for stop in self.stops if results & set(refs((stop.op.args, stop.op.kwargs))))
         return FrozenPart(self.graph, tuple(layers), borders, float_inputs, stops)
@@ -122,13 +132,13 @@ class _Finder:
         is not worth its error."""
         descendants = set[int]()  # results of convolutions, and of layers that depend on them
         for layer in self.layers:
-            if isinstance(layer, Convolution) or not descendants.isdisjoint(layer.reads):
-                descendants.add(layer.out)
+            if isinstance(layer, Convolution) or not descendants.isdisjoint(layer.operands):
+                descendants.add(layer.output)
         ancestors = set[int]()  # operands and results of convolutions, and what these depend on
         for layer in reversed(self.layers):
-            if isinstance(layer, Convolution) or layer.out in ancestors:
-                ancestors |= {*layer.reads, layer.out}
-        return [layer for layer in self.layers if layer.out in descendants | ancestors]
+            if isinstance(layer, Convolution) or layer.output in ancestors:
+                ancestors |= {*layer.operands, layer.output}
+        return [layer for layer in self.layers if layer.output in descendants | ancestors]
 
     # -- ops
 
@@ -139,9 +149,9 @@ class _Finder:
         """
         operands = [value for value in dict.fromkeys(refs((op.args, op.kwargs))) if value not in self.known]
         reads_layer = any(value in self.maker for value in operands)
-        if op.random or op.once:
+        if op.random or op.must_run_once:
             if reads_layer:
-                self.stops.append(Stop(op, "it draws random numbers, or has a side effect"))
+                self.stops.append(FloatOp(op, "it draws random numbers, or has a side effect"))
             return
         if not operands:
             self._fold(op)
@@ -150,7 +160,7 @@ class _Finder:
         if not all(value in readable for value in operands):
             others = [value for value in operands if value not in readable]
             if reads_layer and all(map(self._is_running, others)):
-                self.stops.append(Stop(op, "it updates running statistics; call .eval() on the layer"))
+                self.stops.append(FloatOp(op, "it updates running statistics; call .eval() on the layer"))
             return
         bytes_only = all(value in self.byte_inputs or value in self.affine for value in operands)
         if not (self.among is None or op.is_view or bytes_only or (op.layer, op.target) in self.among):
@@ -160,9 +170,9 @@ class _Finder:
             self._add(op, operands)
         except _Refused as refused:
             del self.layers[count:]  # layers that convert bytes for the op
-            self.maker = {layer.out: layer for layer in self.layers}
+            self.maker = {layer.output: layer for layer in self.layers}
             if any(value in self.maker for value in operands):
-                self.stops.append(Stop(op, str(refused)))
+                self.stops.append(FloatOp(op, str(refused)))
 
     def _is_running(self, value: int) -> bool:
         """Return whether a value is a buffer that the step changes, such as running statistics."""
@@ -264,23 +274,25 @@ class _Finder:
         shape = self.graph.values[x].shape
         channels, plane = shape[1] if len(shape) > 1 else 1, _plane(shape)
         layer = Convolution(
-            [], (self.affine[x][0],), x, weight=np.ones((channels, 1, 1, 1)), bias=np.zeros(channels), plane=plane,
-            result=plane, groups=channels, bytes=self._bytes_of(x, channels),
+            [], (self.affine[x][0],), x, weight=np.ones((channels, 1, 1, 1)), bias=np.zeros(channels), input_size=plane,
+            output_size=plane, groups=channels, byte_input=self._bytes_of(x, channels),
         )  # fmt: skip
         self._append(layer)
         self.affine.pop(x)  # the layer computes it now
         return x
 
-    def _bytes_of(self, x: int, channels: int) -> Bytes:
+    def _bytes_of(self, x: int, channels: int) -> ByteInput:
         """Return how a convolution computes `x` from the bytes of an input: a factor and an addend for each channel."""
         source, factor, addend = self.affine[x]
-        return Bytes(self.graph.values[source].dtype, _for_channels(factor, channels), _for_channels(addend, channels))
+        return ByteInput(
+            self.graph.values[source].dtype, _for_channels(factor, channels), _for_channels(addend, channels)
+        )
 
     # -- layers
 
     def _append(self, layer: Layer) -> None:
         self.layers.append(layer)
-        self.maker[layer.out] = layer
+        self.maker[layer.output] = layer
 
     def _convolve(self, op: GraphOp, x: int, **fields: Any) -> None:
         """Add a convolution of `x` with these ``fields``. If `x` is computed from the bytes of an input, it reads
@@ -303,7 +315,7 @@ class _Finder:
         result."""
         layer = self.maker.pop(x)
         merge(layer)
-        self.maker[layer.out] = layer
+        self.maker[layer.output] = layer
 
     def _view(self, op: GraphOp) -> None:
         """Add a layer that only changes the shape; a view of an input in float32 needs none."""
@@ -324,10 +336,10 @@ class _Finder:
             raise _Refused("it reads a tensor of constants")
         layer, bounds = self._mergeable(x), _bounds(op)
         if layer is not None and bounds is not None and layer.can_bound:
-            self._merge(x, lambda layer: layer.bound(op, *bounds))
-        elif isinstance(layer, Convolution) and layer.before is None:
-            layer.before = layer.out
-            self._merge(x, lambda layer: layer.absorb(op))
+            self._merge(x, lambda layer: layer.merge_bounds(op, *bounds))
+        elif isinstance(layer, Convolution) and layer.value_before_table is None:
+            layer.value_before_table = layer.output
+            self._merge(x, lambda layer: layer.merge(op))
         else:
             self._append(Activation([op], (self._source(op, x),), op.outputs[0]))
 
@@ -342,7 +354,7 @@ class _Finder:
             return False
         if isinstance(layer, Convolution) and layer.scalable:
             factor, addend = (_for_channels(tensor, len(layer.bias)) for tensor in factor_and_addend)
-            self._merge(x, lambda _: layer.scale(op, factor, addend))
+            self._merge(x, lambda _: layer.merge_scale(op, factor, addend))
             return True
         if all(tensor.dim() == 0 for tensor in factor_and_addend):
             return False
@@ -411,7 +423,7 @@ class _Finder:
         addend = (0.0 if bias is None else bias) - mean * factor
         layer = self._mergeable(x)
         if isinstance(layer, Convolution) and layer.scalable:
-            self._merge(x, lambda _: layer.scale(op, factor, addend))
+            self._merge(x, lambda _: layer.merge_scale(op, factor, addend))
         else:
             self._by_channel_alone(op, x, torch.from_numpy(factor), torch.from_numpy(addend))
 
@@ -467,7 +479,7 @@ class _Finder:
     def largest(self, op: GraphOp) -> None:
         """Add a max pool."""
         kernel, stride, padding, dilation = (*op.args[1:5], *[None] * 4)[:4]  # trailing defaults are left out of args
-        self._append(Largest(**self._window(op, kernel, stride, padding, dilation)))
+        self._append(MaxPool(**self._window(op, kernel, stride, padding, dilation)))
 
     def average(self, op: GraphOp) -> None:
         """Add an average pool whose windows count as many elements everywhere."""
@@ -479,7 +491,7 @@ class _Finder:
             op, arguments["kernel_size"], stride=arguments.get("stride"), padding=padding, dilation=None
         )
         divisor = arguments.get("divisor_override") or math.prod(fields["kernel"])
-        self._append(Average(**fields, divisor=divisor))
+        self._append(AveragePool(**fields, divisor=divisor))
 
     def adaptive_average(self, op: GraphOp) -> None:
         """Add an adaptive average pool whose windows are all of one size."""
@@ -490,7 +502,9 @@ class _Finder:
             raise _Refused("its windows are of several sizes")
         kernel = [size // count for size, count in zip(plane, result, strict=True)]
         self._append(
-            Average(**self._window(op, kernel, stride=kernel, padding=None, dilation=None), divisor=math.prod(kernel))
+            AveragePool(
+                **self._window(op, kernel, stride=kernel, padding=None, dilation=None), divisor=math.prod(kernel)
+            )
         )
 
     def mean(self, op: GraphOp) -> None:
@@ -503,8 +517,8 @@ class _Finder:
             raise _Refused("it is no mean over whole planes")
         plane = _plane(shape)
         self._append(
-            Average(
-                [op], (self._source(op, x),), output, planes=math.prod(shape[:2]), plane=plane, result=(1, 1),
+            AveragePool(
+                [op], (self._source(op, x),), output, planes=math.prod(shape[:2]), input_size=plane, output_size=(1, 1),
                 kernel=plane, stride=plane, padding=(0, 0), dilation=(1, 1), divisor=math.prod(plane),
             )
         )  # fmt: skip
@@ -573,7 +587,7 @@ def float_values(
         floats: the type to which inputs of eight bits are cast.
         replaced: elements that later ops read in place of what was computed. What is yielded is what was computed.
     """
-    needed_values, needed_ops = {layer.out for layer in part.layers}, list[GraphOp]()
+    needed_values, needed_ops = {layer.output for layer in part.layers}, list[GraphOp]()
     for op in reversed(part.graph.ops):
         if op.phase == "forward" and any(output in needed_values for output in op.outputs if output is not None):
             needed_values |= set(refs((op.args, op.kwargs)))

@@ -19,47 +19,47 @@ ADD = "memplan.int8_add.default"
 MULTIPLY = "memplan.int8_multiply.default"
 """Args: both operands, their zero points, multiplier, shift, zero point of the result, its bounds, and the number of
 elements of the first operand for each of the second."""
-AVERAGE = "memplan.int8_average.default"
+AVERAGE_POOL = "memplan.int8_average.default"
 """Args: the integers, the sizes of a pool, zero point, multiplier, shift, zero point of the result, and its bounds."""
-LARGEST = "memplan.int8_largest.default"
+MAX_POOL = "memplan.int8_largest.default"
 """Args: the integers, and the sizes of a pool."""
 
-INT8_OPS = (QUANTIZE, DEQUANTIZE, CONVOLUTIONS, LOOKUP, ADD, MULTIPLY, AVERAGE, LARGEST)
+INT8_OPS = (QUANTIZE, DEQUANTIZE, CONVOLUTIONS, LOOKUP, ADD, MULTIPLY, AVERAGE_POOL, MAX_POOL)
 
 
 @dataclass(frozen=True)
 class Stage:
     """The sizes of a convolution in a pipeline of rows."""
 
-    channels: int
-    height: int
-    width: int
-    wide: int
-    rows: int
-    columns: int
+    in_channels: int
+    in_height: int
+    in_width: int
+    out_channels: int
+    out_height: int
+    out_width: int
     groups: int
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
-    zero: int
+    input_zero_point: int
     """The integer that stands for 0 in what it reads."""
-    result_zero: int
+    result_zero_point: int
     """The same in its result."""
-    low: int
-    high: int
-    kept: int = 0
+    lowest_result: int
+    highest_result: int
+    rows_in_memory: int = 0
     """Rows of its result that are in memory at once; 0: all, as of the last stage."""
-    start: int = 0
+    ring_start: int = 0
     """Offset in bytes of these rows in the memory of all rows between stages."""
 
     @property
-    def reach(self) -> int:
+    def rows_per_window(self) -> int:
         """Rows of the input from the first to the last one that a row of the result reads."""
         return (self.kernel[0] - 1) * self.dilation[0] + 1
 
     @property
-    def work(self) -> int:
+    def multiplications(self) -> int:
         """Multiplications."""
-        products = self.wide * self.rows * self.columns * self.channels // self.groups
+        products = self.out_channels * self.out_height * self.out_width * self.in_channels // self.groups
         return products * self.kernel[0] * self.kernel[1]

@@ -11,44 +11,54 @@ import torch
 from torch.nn import functional as F
 
 from memplan.errors import InputError
-from memplan.exporting.int8.arithmetic import HIGHEST, LARGEST_WEIGHT, LOWEST, Affine, multiplier, shifted
-from memplan.exporting.int8.layers import Activation, Add, Average, Convolution, Largest, Layer, Multiply, View, Window
+from memplan.exporting.int8.arithmetic import HIGHEST, LARGEST_WEIGHT, LOWEST, Affine, multiplier, shifted_right
+from memplan.exporting.int8.layers import (
+    Activation,
+    Add,
+    AveragePool,
+    Convolution,
+    Layer,
+    MaxPool,
+    Multiply,
+    Pool,
+    View,
+)
 from memplan.planning.graph.joint_graph import GraphOp, map_refs
 from memplan.planning.graph.op_schema import overload
 
-WORD = 2**31
+SUM_LIMIT = 2**31
 """Sums of products lie below this magnitude."""
 
 
 @dataclass(frozen=True)
-class Integers:
+class IntegerLayer:
     """What the kernel of a layer computes with."""
 
     layer: Layer
-    reads: tuple[Affine | None, ...]
+    operand_types: tuple[Affine | None, ...]
     """Types of its operands; None: an input of eight bits as it is."""
-    type: Affine
-    before: Affine
+    result_type: Affine
+    type_before_table: Affine
     """Type of a convolution's result before its table; else that of the result."""
-    low: int = LOWEST
-    high: int = HIGHEST
+    lowest: int = LOWEST
+    highest: int = HIGHEST
     """Bounds of the result, or before the table."""
     weight: np.ndarray | None = None
     """int8: (output channels, input channels of a group, kernel height, kernel width)."""
     rescale: np.ndarray | None = None
     """int32, (output channels, 3): bias, multiplier and shift. They turn a sum of products into an integer of
     `type_before_table`: ``(sum + bias) * multiplier >> shift``, plus the zero point."""
-    zeros: np.ndarray | None = None
+    zero_points: np.ndarray | None = None
     """int32: for each channel of an input of eight bits, the byte that stands for 0."""
     table: np.ndarray | None = None
     """int8: 256 results of an activation, of -128 to 127."""
-    factors: tuple[int, ...] = ()
+    multipliers: tuple[int, ...] = ()
     """Multipliers of an add (of each operand), product or average, and then their shift."""
 
 
 def integer_layers(
     layers: Iterable[Layer], ranges: Mapping[int, tuple[float, float]], known: Mapping[int, torch.Tensor]
-) -> list[Integers]:
+) -> list[IntegerLayer]:
     """Return the integers of layers.
 
     Args:
@@ -66,18 +76,18 @@ def integer_layers(
             types[value] = Affine.of_range(*ranges[value])
         return types[value]
 
-    converted = list[Integers]()
+    converted = list[IntegerLayer]()
     for layer in layers:
-        before_table = layer.before if isinstance(layer, Convolution) else None
-        values = [value for value in (*layer.reads, before_table, layer.out) if value is not None]
+        before_table = layer.value_before_table if isinstance(layer, Convolution) else None
+        values = [value for value in (*layer.operands, before_table, layer.output) if value is not None]
         if not np.isfinite([ranges[value] for value in values if value in ranges]).all():
             raise _unfit(layer, "results that are not finite", "numbers, which have a range")
-        if isinstance(layer, (View, Largest)):  # their kernels copy integers as they are
-            types[layer.out] = type_of(layer.reads[0])
+        if isinstance(layer, (View, MaxPool)):  # their kernels copy integers as they are
+            types[layer.output] = type_of(layer.operands[0])
         try:
             converted.append(_integers(layer, type_of, known))
         except OverflowError:
-            low, high = ranges[layer.out if before_table is None else before_table]
+            low, high = ranges[layer.output if before_table is None else before_table]
             raise _unfit(
                 layer, f"results from {low:.3g} to {high:.3g}", "a range above a billionth of what the layer adds up"
             ) from None
@@ -92,42 +102,53 @@ def _unfit(layer: Layer, found: str, expected: str) -> InputError:
     )  # fmt: skip
 
 
-def _integers(layer: Layer, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:
+def _integers(layer: Layer, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> IntegerLayer:
     """Return the integers of a layer. Raises OverflowError if its scale is too small beside what it reads."""
     if isinstance(layer, Convolution):
         return _convolution(layer, type_of, known)
-    reads, result = tuple(map(type_of, layer.reads)), type_of(layer.out)
-    low, high = result.bound(layer.low), result.bound(layer.high)
+    reads, result = tuple(map(type_of, layer.operands)), type_of(layer.output)
+    low, high = result.integer_at(layer.lower_bound), result.integer_at(layer.upper_bound)
     table, factors = None, ()
     if isinstance(layer, Activation):
-        table = _table(layer.ops[-1], layer.reads[0], reads[0], result, known)
+        table = _table(layer.ops[-1], layer.operands[0], reads[0], result, known)
     elif isinstance(layer, Add):
         real_factors = [reads[0].scale / result.scale, layer.factor * reads[1].scale / result.scale]
         _, shift = multiplier(max(map(abs, real_factors)))  # one for both: the products are added before the shift
         factors = (*(round(factor * 2.0**shift) for factor in real_factors), shift)
     elif isinstance(layer, Multiply):
         factors = multiplier(reads[0].scale * reads[1].scale / result.scale)
-    elif isinstance(layer, Average):
+    elif isinstance(layer, AveragePool):
         factors = multiplier(reads[0].scale / (result.scale * layer.divisor))
-    return Integers(layer, reads, type=result, before=result, low=low, high=high, table=table, factors=factors)
+    return IntegerLayer(
+        layer,
+        reads,
+        result_type=result,
+        type_before_table=result,
+        lowest=low,
+        highest=high,
+        table=table,
+        multipliers=factors,
+    )
 
 
-def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:
+def _convolution(
+    layer: Convolution, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]
+) -> IntegerLayer:
     """Return the integers of a convolution.
 
     The scales of the weights, one for each output channel, double until the sum of products and bias stays below 2 **
     31 for any input.
     """
-    input_type = None if layer.bytes else type_of(layer.reads[0])
+    input_type = None if layer.byte_input else type_of(layer.operands[0])
     if input_type is None:
         weight, bias, zeros, input_scale = _of_bytes(layer)
         largest_input = 255 + int(np.abs(zeros).max())
     else:
         weight, bias, zeros, input_scale = layer.weight, layer.bias, None, input_type.scale
         largest_input = 2 * -LOWEST  # less a zero point of -128 to 127
-    before_table = type_of(layer.out if layer.before is None else layer.before)
+    before_table = type_of(layer.output if layer.value_before_table is None else layer.value_before_table)
     largest_weights = np.abs(weight).reshape(len(weight), -1).max(axis=1, initial=0.0)
-    scales = np.maximum(largest_weights / LARGEST_WEIGHT, np.abs(bias) / (input_scale * WORD / 2))
+    scales = np.maximum(largest_weights / LARGEST_WEIGHT, np.abs(bias) / (input_scale * SUM_LIMIT / 2))
     scales = np.where(scales > 0, scales, 1.0)
     while True:
         rounded = np.rint(weight / scales.reshape(-1, 1, 1, 1))
@@ -135,18 +156,19 @@ def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Ma
         int_bias = np.rint(bias / (input_scale * scales)).astype(np.int64)
         magnitudes = np.abs(int8_weight.astype(np.int64)).reshape(len(weight), -1).sum(axis=1)
         largest_sums = magnitudes * largest_input + np.abs(int_bias)
-        if (largest_sums < WORD).all():
+        if (largest_sums < SUM_LIMIT).all():
             break
-        scales = np.where(largest_sums < WORD, scales, 2 * scales)
+        scales = np.where(largest_sums < SUM_LIMIT, scales, 2 * scales)
     multipliers = [multiplier(input_scale * scale / before_table.scale) for scale in scales]
     rescale = np.array([(term, *pair) for term, pair in zip(int_bias, multipliers, strict=True)], np.int32)
-    table, result = None, type_of(layer.out)
+    table, result = None, type_of(layer.output)
     if layer.activation is not None:
-        assert layer.before is not None
-        table = _table(layer.activation, layer.before, before_table, result, known)
-    return Integers(
-        layer, (input_type,), type=result, before=before_table, low=before_table.bound(layer.low),
-        high=before_table.bound(layer.high), weight=int8_weight, rescale=rescale, zeros=zeros, table=table,
+        assert layer.value_before_table is not None
+        table = _table(layer.activation, layer.value_before_table, before_table, result, known)
+    return IntegerLayer(
+        layer, (input_type,), result_type=result, type_before_table=before_table,
+        lowest=before_table.integer_at(layer.lower_bound), highest=before_table.integer_at(layer.upper_bound),
+        weight=int8_weight, rescale=rescale, zero_points=zeros, table=table,
     )  # fmt: skip
 
 
@@ -156,8 +178,8 @@ def _of_bytes(layer: Convolution) -> tuple[np.ndarray, np.ndarray, np.ndarray, f
     It then reads ``scale * (q - zero point)``: the weight contains the factors relative to the scale. Zero points are
     rounded to integers, and the bias corrects for that, exactly except for windows that reach into the padding.
     """
-    assert layer.bytes is not None
-    factor, addend = layer.bytes.factor, layer.bytes.addend
+    assert layer.byte_input is not None
+    factor, addend = layer.byte_input.factor, layer.byte_input.addend
     is_constant = factor == 0  # a channel without influence of its bytes
     zeros = np.rint(np.where(is_constant, 0.0, -addend / np.where(is_constant, 1.0, factor)))
     rounding_errors = np.where(is_constant, addend, factor * zeros + addend)
@@ -187,7 +209,7 @@ def _table(
     `known` has the op's constants by value.
     """
     integers = np.arange(LOWEST, HIGHEST + 1)
-    reals = torch.from_numpy(operand_type.scale * (integers - operand_type.zero).astype(np.float64))
+    reals = torch.from_numpy(operand_type.scale * (integers - operand_type.zero_point).astype(np.float64))
 
     def elements(value: int) -> torch.Tensor:
         return reals if value == operand else known[value].double().reshape(())
@@ -200,8 +222,8 @@ def _table(
 
 
 def integer_values(
-    layers: Iterable[Integers], inputs: Mapping[int, np.ndarray], shapes: Mapping[int, tuple[int, ...]]
-) -> Iterator[tuple[Integers, np.ndarray]]:
+    layers: Iterable[IntegerLayer], inputs: Mapping[int, np.ndarray], shapes: Mapping[int, tuple[int, ...]]
+) -> Iterator[tuple[IntegerLayer, np.ndarray]]:
     """Compute layers as the device does; yield each with its result in int8.
 
     Args:
@@ -212,16 +234,16 @@ def integer_values(
     values: dict[int, np.ndarray] = {}
     for integers in layers:
         layer, operands = integers.layer, list[np.ndarray]()
-        for value, type in zip(layer.reads, integers.reads, strict=True):
+        for value, type in zip(layer.operands, integers.operand_types, strict=True):
             if value not in values:
                 values[value] = inputs[value] if type is None else type.rounded_inputs(inputs[value])
             operands.append(values[value])
-        result = _computed(integers, operands).reshape(shapes[layer.out])
-        values[layer.out] = result
+        result = _computed(integers, operands).reshape(shapes[layer.output])
+        values[layer.output] = result
         yield integers, result
 
 
-def _computed(integers: Integers, operands: list[np.ndarray]) -> np.ndarray:
+def _computed(integers: IntegerLayer, operands: list[np.ndarray]) -> np.ndarray:
     """Compute a layer from its operands in int8 (or bytes of an input); return int8."""
     layer = integers.layer
     if isinstance(layer, Convolution):
@@ -231,51 +253,55 @@ def _computed(integers: Integers, operands: list[np.ndarray]) -> np.ndarray:
     if isinstance(layer, Activation):
         assert integers.table is not None
         return integers.table[operands[0].astype(np.int64) - LOWEST]
-    if isinstance(layer, Largest):
+    if isinstance(layer, MaxPool):
         return _windows(layer, operands[0], padding=LOWEST).max(axis=0)
-    types = [type for type in integers.reads if type is not None]  # all: convolutions alone read bytes
-    centred = [x.astype(np.int64) - type.zero for x, type in zip(operands, types, strict=True)]
-    *factors, shift = integers.factors
+    types = [type for type in integers.operand_types if type is not None]  # all: convolutions alone read bytes
+    centred = [x.astype(np.int64) - type.zero_point for x, type in zip(operands, types, strict=True)]
+    *factors, shift = integers.multipliers
     if isinstance(layer, Add):
         products = centred[0] * factors[0] + centred[1] * factors[1]
     elif isinstance(layer, Multiply):
-        products = centred[0].reshape(-1, layer.inner) * centred[1].reshape(-1, 1) * factors[0]
+        products = centred[0].reshape(-1, layer.elements_per_factor) * centred[1].reshape(-1, 1) * factors[0]
     else:
-        assert isinstance(layer, Average), "there are no others"
+        assert isinstance(layer, AveragePool), "there are no others"
         products = _windows(layer, centred[0], padding=0).sum(axis=0) * factors[0]
-    return np.clip(shifted(products, shift) + integers.type.zero, integers.low, integers.high).astype(np.int8)
+    return np.clip(
+        shifted_right(products, shift) + integers.result_type.zero_point, integers.lowest, integers.highest
+    ).astype(np.int8)
 
 
-def _convolved(integers: Integers, layer: Convolution, x: np.ndarray) -> np.ndarray:
+def _convolved(integers: IntegerLayer, layer: Convolution, x: np.ndarray) -> np.ndarray:
     """Compute an integer convolution of int8 or bytes. Its sums of integers, below 2 ** 31, are exact in float64."""
     assert integers.weight is not None, "a convolution has one"
     assert integers.rescale is not None, "a convolution has them"
     channels = integers.weight.shape[1] * layer.groups
-    planes = x.reshape(-1, channels, *layer.plane).astype(np.float64)
-    if integers.zeros is not None:  # of the channels of an input of eight bits
-        planes -= integers.zeros.reshape(-1, 1, 1)
-    elif integers.reads[0] is not None:
-        planes -= integers.reads[0].zero
+    planes = x.reshape(-1, channels, *layer.input_size).astype(np.float64)
+    if integers.zero_points is not None:  # of the channels of an input of eight bits
+        planes -= integers.zero_points.reshape(-1, 1, 1)
+    elif integers.operand_types[0] is not None:
+        planes -= integers.operand_types[0].zero_point
     weight = torch.from_numpy(integers.weight.astype(np.float64))
     sums = F.conv2d(
         torch.from_numpy(planes), weight, None, layer.stride, layer.padding, layer.dilation, layer.groups
     ).numpy()  # fmt: skip
     bias, factors, shifts = (integers.rescale[:, k].astype(np.int64).reshape(-1, 1, 1) for k in range(3))
     products = (np.rint(sums).astype(np.int64) + bias) * factors
-    result = np.clip(shifted(products, shifts) + integers.before.zero, integers.low, integers.high)
+    result = np.clip(
+        shifted_right(products, shifts) + integers.type_before_table.zero_point, integers.lowest, integers.highest
+    )
     return (result if integers.table is None else integers.table[result - LOWEST]).astype(np.int8)
 
 
-def _windows(layer: Window, x: np.ndarray, padding: int) -> np.ndarray:
+def _windows(layer: Pool, x: np.ndarray, padding: int) -> np.ndarray:
     """Return the elements of all windows of a pool, as (elements of a window, planes, rows, columns)."""
-    (height, width), (top, left) = layer.plane, layer.padding
-    sizes = zip(layer.result, layer.stride, layer.kernel, layer.dilation, strict=True)
+    (height, width), (top, left) = layer.input_size, layer.padding
+    sizes = zip(layer.output_size, layer.stride, layer.kernel, layer.dilation, strict=True)
     ends = [(count - 1) * stride + (size - 1) * step + 1 for count, stride, size, step in sizes]  # of the last window
     planes = x.reshape(-1, height, width)
     padded = np.full((len(planes), max(ends[0], top + height), max(ends[1], left + width)), padding, planes.dtype)
     padded[:, top : top + height, left : left + width] = planes
     # one element of each window is a slice with the stride as step, which ends at the last window's
-    h, w = ((count - 1) * stride + 1 for count, stride in zip(layer.result, layer.stride, strict=True))
+    h, w = ((count - 1) * stride + 1 for count, stride in zip(layer.output_size, layer.stride, strict=True))
     first_elements = [(ky * layer.dilation[0], kx * layer.dilation[1])
                       for ky in range(layer.kernel[0]) for kx in range(layer.kernel[1])]  # fmt: skip
     return np.stack([padded[:, y : y + h : layer.stride[0], x : x + w : layer.stride[1]] for y, x in first_elements])

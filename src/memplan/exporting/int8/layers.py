@@ -16,13 +16,13 @@ class Layer:
     """Ops of the graph that one integer kernel computes."""
 
     ops: list[GraphOp]
-    reads: tuple[int, ...]
+    operands: tuple[int, ...]
     """Values of the graph that it reads."""
-    out: int
+    output: int
     """The value that it computes."""
-    low: float = field(default=-math.inf, kw_only=True)
+    lower_bound: float = field(default=-math.inf, kw_only=True)
     """Of the result, set by an activation such as ReLU6."""
-    high: float = field(default=math.inf, kw_only=True)
+    upper_bound: float = field(default=math.inf, kw_only=True)
 
     BOUNDS: ClassVar[bool] = True
     """Whether its kernel can bound the result."""
@@ -32,20 +32,23 @@ class Layer:
         """Whether an activation that bounds the result can be merged into the layer."""
         return self.BOUNDS
 
-    def bound(self, op: GraphOp, low: float, high: float) -> None:
+    def merge_bounds(self, op: GraphOp, low: float, high: float) -> None:
         """Merge an activation that bounds the result."""
-        self.low, self.high = min(max(self.low, low), high), max(min(self.high, high), low)
-        self.absorb(op)
+        self.lower_bound, self.upper_bound = (
+            min(max(self.lower_bound, low), high),
+            max(min(self.upper_bound, high), low),
+        )
+        self.merge(op)
 
-    def absorb(self, op: GraphOp) -> None:
+    def merge(self, op: GraphOp) -> None:
         """Merge an op that reads the result and nothing else of the graph: its result becomes that of the layer."""
         self.ops.append(op)
         assert op.outputs[0] is not None, "somebody reads it"
-        self.out = op.outputs[0]
+        self.output = op.outputs[0]
 
 
 @dataclass
-class Bytes:
+class ByteInput:
     """An input of eight bits that is read as ``factor * x + addend``, with a factor and an addend for each channel."""
 
     dtype: str
@@ -63,39 +66,39 @@ class Convolution(Layer):
     """float64: (output channels, input channels of a group, kernel height, kernel width)."""
     bias: np.ndarray
     """float64: (output channels,)."""
-    plane: tuple[int, int]
+    input_size: tuple[int, int]
     """Height and width."""
-    result: tuple[int, int]
+    output_size: tuple[int, int]
     """Height and width."""
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
-    bytes: Bytes | None = None
+    byte_input: ByteInput | None = None
     """The input that it reads, if that is one of eight bits."""
-    before: int | None = None
+    value_before_table: int | None = None
     """The operand of the activation that its kernel computes by table; None without such an activation."""
 
     @property
     def can_bound(self) -> bool:
         """Whether an activation that bounds the result can be merged: not behind a table."""
-        return self.before is None
+        return self.value_before_table is None
 
     @property
     def activation(self) -> GraphOp | None:
         """The op that is applied to the result by table."""
-        return None if self.before is None else self.ops[-1]
+        return None if self.value_before_table is None else self.ops[-1]
 
-    def scale(self, op: GraphOp, factor: np.ndarray, addend: np.ndarray) -> None:
+    def merge_scale(self, op: GraphOp, factor: np.ndarray, addend: np.ndarray) -> None:
         """Merge an op that multiplies each channel by a factor and adds an addend."""
         self.weight = self.weight * factor.reshape(-1, 1, 1, 1)
         self.bias = self.bias * factor + addend
-        self.absorb(op)
+        self.merge(op)
 
     @property
     def scalable(self) -> bool:
         """Whether a factor and an addend can be folded into its weights."""
-        return self.before is None and (self.low, self.high) == (-math.inf, math.inf)
+        return self.value_before_table is None and (self.lower_bound, self.upper_bound) == (-math.inf, math.inf)
 
 
 @dataclass
@@ -109,19 +112,19 @@ class Add(Layer):
 class Multiply(Layer):
     """A product; the second operand may have one element for each channel of the first one."""
 
-    inner: int
+    elements_per_factor: int
     """Elements of the first operand for each of the second one's."""
 
 
 @dataclass
-class Window(Layer):
+class Pool(Layer):
     """A pool over planes."""
 
     planes: int
     """Number of planes of all samples."""
-    plane: tuple[int, int]
+    input_size: tuple[int, int]
     """Height and width."""
-    result: tuple[int, int]
+    output_size: tuple[int, int]
     """Height and width."""
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -130,14 +133,14 @@ class Window(Layer):
 
 
 @dataclass
-class Average(Window):
+class AveragePool(Pool):
     """The sum of each window over a divisor."""
 
     divisor: int
 
 
 @dataclass
-class Largest(Window):
+class MaxPool(Pool):
     """The largest element of each window."""
 
     BOUNDS: ClassVar[bool] = False

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from memplan.exporting.kernels.elementwise import form_of
-from memplan.exporting.kernels.templates import NEEDS, element_functions, template
-from memplan.exporting.lowering.device_graph import output_of, refusal
+from memplan.exporting.kernels.elementwise import element_call_of
+from memplan.exporting.kernels.templates import REQUIRED_TEMPLATES, element_functions, template
+from memplan.exporting.lowering.device_graph import first_output, refusal
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import is_dense
 
 C_BYTES = {"uint8": "unsigned char", "int8": "signed char"}
 """C types of inputs of eight bits."""
-LOOPS = 4
+STRIDED_LOOPS = 4
 """Nested loops of kernels for strided operands."""
 
 
@@ -27,19 +27,19 @@ class UpdateCall:
     """How a kernel calls the C function that updates one element of a weight."""
 
     function: str
-    target: str
+    parameters: str
     """C declarations of the kernel's parameters for it."""
-    emit: str
+    update_element: str
     """C for the update of element ``k`` by gradient ``g``."""
-    first: str
+    arguments: str
     """C for the arguments that the kernel's call has for these parameters."""
-    of_zeros: bool = True
+    zero_gradients_matter: bool = True
     """Whether a gradient of zero changes anything, too: by weight decay or moments."""
 
     @property
     def macros(self) -> dict[str, str]:
         """Macros of a kernel that hands on each element."""
-        return {"TARGET": self.target, "EMIT(k, g)": self.emit}
+        return {"TARGET": self.parameters, "EMIT(k, g)": self.update_element}
 
 
 @dataclass
@@ -47,7 +47,7 @@ class CallWriter:
     """Kernels and tables of one C file; each is written once, however many calls need it."""
 
     graph: JointGraph
-    place: Callable[[int], str]
+    pointer_to: Callable[[int], str]
     """Return C for a pointer to the first element of a value."""
     update_calls: Mapping[int, UpdateCall] = field(default_factory=dict)
     """By gradient of a fused update: how a kernel hands on its elements."""
@@ -55,7 +55,7 @@ class CallWriter:
     """C text by kernel name, each kernel after those that it calls."""
     tables: dict[str, str] = field(default_factory=dict)
     """Name of each table of sizes, by its declaration with NAME in place of the name."""
-    scales: Mapping[int, str] = field(default_factory=dict)
+    int8_scales: Mapping[int, str] = field(default_factory=dict)
     """By int8 weight: C for a pointer to its scales."""
 
     # -- values
@@ -70,20 +70,20 @@ class CallWriter:
 
     def scales_of(self, ref: Ref) -> str | None:
         """Return C for a pointer to the scales of an int8 weight; None for an argument in float32."""
-        return self.scales.get(self.graph.base(ref.value))
+        return self.int8_scales.get(self.graph.base(ref.value))
 
     def pointer(self, value: Ref | int | None) -> str:
         """Return C for a pointer to a value; a null pointer for None."""
         if value is None:
             return "0"
-        return self.place(value.value if isinstance(value, Ref) else value)
+        return self.pointer_to(value.value if isinstance(value, Ref) else value)
 
     # -- text
 
     def kernel(self, name: str) -> str:
         """Add the kernel of a template after those that it calls; return its name."""
         if name not in self.kernels:
-            for needed in NEEDS.get(name, ()):
+            for needed in REQUIRED_TEMPLATES.get(name, ()):
                 self.kernel(needed)
             self.kernels[name] = template(name)
         return name
@@ -91,7 +91,7 @@ class CallWriter:
     def instance(self, source: str, name: str, defines: Mapping[str, str]) -> str:
         """Add kernel `name`, which is template `source` with these preprocessor macros defined; return the name."""
         if name not in self.kernels:
-            for needed in NEEDS.get(source, ()):
+            for needed in REQUIRED_TEMPLATES.get(source, ()):
                 self.kernel(needed)
             self.kernels[name] = with_macros(template(source), {"KERNEL": name, **defines})
         return name
@@ -147,11 +147,11 @@ class CallWriter:
         Raises:
             RecordingError: no kernel takes these arguments.
         """
-        match = form_of(op.target, op.args, op.kwargs)
+        match = element_call_of(op.target, op.args, op.kwargs)
         if match is None:
             raise refusal(op, " with these arguments")
         function, operands, numbers = match[0].function, match[1], match[2]
-        output = Ref(output_of(op))
+        output = Ref(first_output(op))
         result, *_ = values = [self.value(ref) for ref in (output, *operands)]
         pointers = [self.pointer(ref) for ref in (output, *operands)]
         same_layout = all(value.shape == result.shape and value.stride == result.stride for value in values)
@@ -202,16 +202,16 @@ class CallWriter:
         `strides` and `pointers` are of the result, then of each operand.
         """
         sizes, merged_strides = merged_loops(shape, strides)
-        outer_count = max(len(sizes) - LOOPS, 0)
+        outer_count = max(len(sizes) - STRIDED_LOOPS, 0)
         outer_loops = "".join(
             f"for (int d{loop} = 0; d{loop} < {sizes[loop]}; d{loop}++)\n{'    ' * (loop + 2)}"
             for loop in range(outer_count)
         )
         offsets = ["".join(f" + d{loop} * {steps[loop]}" for loop in range(outer_count)) for steps in merged_strides]
         first_elements = [pointer + offset for pointer, offset in zip(pointers, offsets, strict=True)]
-        missing = max(LOOPS - len(sizes), 0)  # loops of the kernel that run once
+        missing = max(STRIDED_LOOPS - len(sizes), 0)  # loops of the kernel that run once
         rows = [[1] * missing + sizes[outer_count:], *([0] * missing + steps[outer_count:] for steps in merged_strides)]
-        unused_rows = [[0] * LOOPS] * (5 - len(rows))  # the C struct has sizes, and strides of four tensors
+        unused_rows = [[0] * STRIDED_LOOPS] * (5 - len(rows))  # the C struct has sizes, and strides of four tensors
         table = self.table("strided", *rows, *unused_rows)
         return outer_loops + self.call(kernel, *first_elements, table, *numbers)
 

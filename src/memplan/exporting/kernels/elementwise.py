@@ -153,7 +153,7 @@ ELEMENTWISE: Mapping[str, tuple[Elementwise, ...]] = {
 """C functions of each op; a call uses the first that suits its arguments."""
 
 
-def form_of(
+def element_call_of(
     target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Elementwise, list[Any], list[float]] | None:
     """Return the C function of a call, its operands and its numbers; None if no function suits the arguments."""

@@ -17,10 +17,10 @@ from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, refs
 from memplan.planning.graph.op_schema import is_contiguous
 
-LARGEST = 127
+LARGEST_INT8 = 127
 """Largest magnitude of an element; -128 is not used, which keeps the range symmetric."""
 
-WEIGHT_AT = {
+WEIGHT_POSITION = {
     "aten.addmm.default": 2,
     "aten.mm.default": 1,
     "aten.embedding.default": 0,
@@ -55,9 +55,9 @@ def quantized(weight: np.ndarray, headroom: float = 1.0) -> Quantized:
         [[127, -64], [0, 0]]
     """
     slices = weight.reshape(weight.shape[0], -1).astype(np.float32)
-    scales = (np.abs(slices).max(axis=1, initial=0.0) * np.float32(headroom) / LARGEST).astype(np.float32)
+    scales = (np.abs(slices).max(axis=1, initial=0.0) * np.float32(headroom) / LARGEST_INT8).astype(np.float32)
     divisors = np.where(scales > 0, scales, np.float32(1.0))[:, None]  # a slice of zeros is divided by 1
-    numbers = np.clip(np.rint(slices / divisors), -LARGEST, LARGEST).astype(np.int8)
+    numbers = np.clip(np.rint(slices / divisors), -LARGEST_INT8, LARGEST_INT8).astype(np.int8)
     return Quantized(numbers.reshape(weight.shape), scales)
 
 
@@ -74,7 +74,7 @@ def trainable(weight: np.ndarray, headroom: float) -> Quantized:
     return Quantized(rounded.numbers, scales.astype(np.float32))
 
 
-def readable(graphs: Iterable[JointGraph], parameters: Iterable[str]) -> set[str]:
+def parameters_readable_in_int8(graphs: Iterable[JointGraph], parameters: Iterable[str]) -> set[str]:
     """Return the names of those of the parameters whose reading ops, in all graphs, have kernels for int8 weights."""
     names, in_int8, in_float32 = set(parameters), set[str](), set[str]()
     for graph in graphs:
@@ -96,7 +96,7 @@ def _is_readable(graph: JointGraph, parameter: Value) -> bool:
 def _reads_as_weight(graph: JointGraph, op: GraphOp, parameter: Value) -> bool:
     """Return whether an op can read the parameter in int8: as its weight and nothing else, in a layout in which its
     kernel knows the scale of each element."""
-    position = WEIGHT_AT.get(op.target)
+    position = WEIGHT_POSITION.get(op.target)
     views_read = [value for value in refs((op.args, op.kwargs)) if graph.base(value) == parameter.id]
     weight = None if position is None else op.args[position]
     if op.target in _PRODUCTS and "bytes" in op.kwargs:  # no kernel reads an input in bytes and a weight in int8
@@ -105,11 +105,11 @@ def _reads_as_weight(graph: JointGraph, op: GraphOp, parameter: Value) -> bool:
         return False
     view = graph.values[weight.value]
     if op.target in _PRODUCTS:
-        return by_column(graph, view) is not None
+        return scales_are_by_column(graph, view) is not None
     return is_contiguous(view) and view.shape[0] == parameter.shape[0] and _is_whole(view, parameter)
 
 
-def by_column(graph: JointGraph, value: Value) -> bool | None:
+def scales_are_by_column(graph: JointGraph, value: Value) -> bool | None:
     """Return True if each column of a matrix, a view of an int8 weight, has a scale, False if each row has, None if
     neither does."""
     weight = graph.values[graph.base(value.id)]

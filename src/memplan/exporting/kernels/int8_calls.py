@@ -7,37 +7,37 @@ from typing import Any
 
 from memplan.exporting.int8.int8_ops import (
     ADD,
-    AVERAGE,
+    AVERAGE_POOL,
     CONVOLUTIONS,
     DEQUANTIZE,
-    LARGEST,
     LOOKUP,
+    MAX_POOL,
     MULTIPLY,
     QUANTIZE,
     Stage,
 )
 from memplan.exporting.kernels.call_writer import C_BYTES, CallWriter
-from memplan.exporting.kernels.product_calls import Emit
-from memplan.exporting.lowering.device_graph import output_of
+from memplan.exporting.kernels.product_calls import WriteCalls
+from memplan.exporting.lowering.device_graph import first_output
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 
 
-def _elementwise(kernel: str) -> Emit:
+def _elementwise(kernel: str) -> WriteCalls:
     """Return the function that writes the call of a kernel with the op's result, arguments and number of elements."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
-        output = Ref(output_of(op))
+        output = Ref(first_output(op))
         return [w.call(w.kernel(kernel), output, *op.args, math.prod(w.shape(output)))]
 
     return emit
 
 
-def _pool(kernel: str) -> Emit:
+def _pool(kernel: str) -> WriteCalls:
     """Return the function that writes the call of an integer pool's kernel."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         x, pool_sizes, *rescaling = op.args
-        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, w.table("pool", *pool_sizes), *rescaling)]
+        return [w.call(w.kernel(kernel), Ref(first_output(op)), x, w.table("pool", *pool_sizes), *rescaling)]
 
     return emit
 
@@ -53,8 +53,8 @@ def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
     suffix = "_of_uint8" if input_type["INPUT"].startswith("unsigned") else ""
     structs = w.array("int8_stage", [_stage_members(w, *stage) for stage in stages])
     first: Stage = stages[0][-1]
-    batch = math.prod(w.shape(x)) // (first.channels * first.height * first.width)
-    is_linear = (first.rows, first.columns, *first.kernel) == (1, 1, 1, 1) and first.groups == 1
+    batch = math.prod(w.shape(x)) // (first.in_channels * first.in_height * first.in_width)
+    is_linear = (first.out_height, first.out_width, *first.kernel) == (1, 1, 1, 1) and first.groups == 1
     if len(stages) == 1 and is_linear:
         name = w.instance("int8_linear", f"int8_linear{suffix}", input_type)
         return [w.call(name, output, x, structs, batch)]
@@ -86,20 +86,21 @@ def _stage_members(
     """
     groups = stage.groups
     return [
-        *map(w.pointer, (weight, rescale, zeros, table)), stage.channels // groups, stage.height, stage.width,
-        stage.wide, stage.wide // groups, stage.rows, stage.columns, *stage.kernel, *stage.stride, *stage.padding,
-        *stage.dilation, stage.zero, stage.result_zero, stage.low, stage.high, stage.kept or stage.rows, stage.start,
-        stage.channels * stage.height * stage.width,
+        *map(w.pointer, (weight, rescale, zeros, table)), stage.in_channels // groups, stage.in_height, stage.in_width,
+        stage.out_channels, stage.out_channels // groups, stage.out_height, stage.out_width, *stage.kernel,
+        *stage.stride, *stage.padding, *stage.dilation, stage.input_zero_point, stage.result_zero_point,
+        stage.lowest_result, stage.highest_result, stage.rows_in_memory or stage.out_height, stage.ring_start,
+        stage.in_channels * stage.in_height * stage.in_width,
     ]  # fmt: skip
 
 
-INT8: dict[str, Emit] = {
+INT8: dict[str, WriteCalls] = {
     QUANTIZE: _elementwise("int8_quantize"),
     DEQUANTIZE: _elementwise("int8_dequantize"),
     LOOKUP: _elementwise("int8_lookup"),
     ADD: _elementwise("int8_add"),
     MULTIPLY: _elementwise("int8_multiply"),
-    AVERAGE: _pool("int8_average"),
-    LARGEST: _pool("int8_largest"),
+    AVERAGE_POOL: _pool("int8_average"),
+    MAX_POOL: _pool("int8_largest"),
     CONVOLUTIONS: _convolutions,
 }

@@ -10,7 +10,13 @@ from typing import Any
 from memplan.exporting.kernels.call_writer import C_BYTES, CallWriter, merged_loops
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.kernels.int8_calls import INT8
-from memplan.exporting.kernels.product_calls import FEWEST_ROWS, PRODUCTS, Emit, gradient_kernel, tile
+from memplan.exporting.kernels.product_calls import (
+    FEWEST_TILED_ROWS,
+    PRODUCTS,
+    WriteCalls,
+    gradient_kernel,
+    tile_kernel,
+)
 from memplan.exporting.kernels.recurrent_calls import RECURRENT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
@@ -22,12 +28,12 @@ from memplan.exporting.lowering.device_graph import (
     TO_FLOAT,
     WORD,
     WRITE,
-    output_of,
+    first_output,
     refusal,
 )
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous, short
-from memplan.planning.passes.split_dropout import MASK
+from memplan.planning.passes.split_dropout import DRAW_MASK
 
 DROPOUT = "memplan.masked_scale.default"
 
@@ -48,7 +54,7 @@ def _output_refs(values: Sequence[int | None]) -> list[Ref | None]:
     return [None if value is None else Ref(value) for value in values]
 
 
-def _direct(kernel: str, outputs: int = 1, *, by_channel: bool = False) -> Emit:
+def _direct(kernel: str, outputs: int = 1, *, by_channel: bool = False) -> WriteCalls:
     """Return the function that writes the call of a kernel with the op's first `outputs` outputs and its arguments.
 
     With `by_channel`, the sizes (N, C, H*W) of the first argument follow.
@@ -130,13 +136,13 @@ def _kernel(weight: Value) -> tuple[int, ...]:
 def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a convolution or its transpose, in the variant for int8 where the weight is quantized."""
     x, weight, bias, *geometry = op.args
-    output, transposed, groups = Ref(output_of(op)), op.target == conv.SCATTER, geometry[3]
+    output, transposed, groups = Ref(first_output(op)), op.target == conv.SCATTER, geometry[3]
     addend = op.args[conv.ADDEND] if len(op.args) > conv.ADDEND else None
     scales, (suffix, macros, factor_and_addend) = w.scales_of(weight), w.byte_input(op)
     weights, weight_type = ((weight,), "float") if scales is None else ((weight, scales), "signed char")
     suffix += "" if scales is None else "_int8"
     macros |= {"WEIGHT": weight_type, "SCALES": "" if scales is None else ", const float *scale"}
-    if w.shape(output)[1] // groups >= FEWEST_ROWS:
+    if w.shape(output)[1] // groups >= FEWEST_TILED_ROWS:
         template = "convolution_tiles"
         table = _tiled_table(w, output, x, w.value(weight), geometry[:4], transposed=transposed)
         macros |= _tile_macros(w, weight_type, macros["FLOATS"] == "1", transposed=transposed)
@@ -162,8 +168,9 @@ def _tile_macros(w: CallWriter, weight_type: str, reads_floats: bool, *, transpo
     scales_source = weight_type != "float" and transposed
     add = "convolution_add_scaled" if scales_sums else "convolution_add_int8" if scales_source else "convolution_add"
     w.instance("convolution_add", add, {
-        "WEIGHT": weight_type, "TILE": tile(w, weight_type), "SCALES": ", const float *scale" if scales_sums else "",
-        "DIRECT": "0" if scales_sums else "WIDE == 4", "SCALED(row, v)": "scale[row] * (v)" if scales_sums else "(v)",
+        "WEIGHT": weight_type, "TILE": tile_kernel(w, weight_type),
+        "SCALES": ", const float *scale" if scales_sums else "", "DIRECT": "0" if scales_sums else "WIDE == 4",
+        "SCALED(row, v)": "scale[row] * (v)" if scales_sums else "(v)",
     })  # fmt: skip
     scale_argument = "scale + group * c->outer, " if scales_sums else ""
     value = "VALUE(v, group * c->inner + (channel))"
@@ -178,10 +185,10 @@ def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a convolution's weight gradient, in the variant that updates the weight if that is fused."""
     of_dim_0, of_dim_1, *geometry = op.args  # see `_convolution_table`
     groups = geometry[3]
-    weight = w.graph.values[output_of(op)]
-    if w.shape(of_dim_0)[1] // groups >= FEWEST_ROWS:
+    weight = w.graph.values[first_output(op)]
+    if w.shape(of_dim_0)[1] // groups >= FEWEST_TILED_ROWS:
         table = _tiled_table(w, of_dim_0, of_dim_1, weight, geometry, transposed=False)
-        tile(w)
+        tile_kernel(w)
         name, target, factor_and_addend = gradient_kernel(w, op, "convolution_weight_gradient_tiles")
     else:
         table = _convolution_table(w, of_dim_0, of_dim_1, weight, geometry)
@@ -225,7 +232,7 @@ def _pool_table(
 def _max_pool(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a max pool, which also writes indices if the backward pass reads them."""
     x, *window = op.args
-    output, indices = Ref(output_of(op)), op.outputs[1]
+    output, indices = Ref(first_output(op)), op.outputs[1]
     table = _pool_table(w, x, output, *window[:4])
     return [w.call(w.kernel("max_pool"), output, None if indices is None else Ref(indices), x, table)]
 
@@ -233,7 +240,7 @@ def _max_pool(w: CallWriter, op: GraphOp) -> list[str]:
 def _max_pool_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel that adds each gradient at the position of the window's largest element."""
     g, _, kernel, stride, padding, dilation, _, indices = op.args
-    output = Ref(output_of(op))
+    output = Ref(first_output(op))
     table = _pool_table(w, output, g, kernel, stride, padding, dilation)
     return [w.call(w.kernel("max_pool_gradient"), output, g, indices, table)]
 
@@ -242,7 +249,7 @@ def _average_pool(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of an average pool or of its gradient; both take the same table of sizes."""
     arguments: dict[str, Any] = {"stride": [], "padding": [0], "count_include_pad": True, "divisor_override": None}
     arguments |= arguments_of(op.target, op.args, op.kwargs)
-    output, backward = Ref(output_of(op)), "grad_output" in arguments
+    output, backward = Ref(first_output(op)), "grad_output" in arguments
     source = arguments["grad_output"] if backward else arguments["self"]
     large, small = (output, source) if backward else (source, output)
     table = _pool_table(w, large, small, arguments["kernel_size"], arguments["stride"], arguments["padding"])
@@ -254,7 +261,7 @@ def _average_pool(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _adaptive_average_pool(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of an adaptive average pool, forward or backward: only the direction of the copy differs."""
-    output, backward = Ref(output_of(op)), "backward" in op.target
+    output, backward = Ref(first_output(op)), "backward" in op.target
     small, large = (op.args[0], output) if backward else (output, op.args[0])
     table = _pool_table(w, large, small)
     pointers = [f"(float *){w.pointer(ref)}" for ref in (small, large)]
@@ -263,7 +270,7 @@ def _adaptive_average_pool(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _mirror_pad(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of reflection and replication padding, forward or backward."""
-    output, backward = Ref(output_of(op)), "backward" in op.target
+    output, backward = Ref(first_output(op)), "backward" in op.target
     pads = op.args[-1]  # left, right, and in two dimensions top, bottom
     small, large = (output, op.args[0]) if backward else (op.args[0], output)
     inner, outer = w.shape(small), w.shape(large)
@@ -287,7 +294,7 @@ def _sizes_around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
     return math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :])
 
 
-def _softmax(kernel: str, *, safe: bool | None = None) -> Emit:
+def _softmax(kernel: str, *, safe: bool | None = None) -> WriteCalls:
     """Return the function that writes the call of a softmax kernel over one dimension.
 
     `safe`: whether a row of minus infinities becomes zeros, not NaN; None for a kernel without this argument.
@@ -296,17 +303,17 @@ def _softmax(kernel: str, *, safe: bool | None = None) -> Emit:
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         x, dim = op.args[:2]
         flags = () if safe is None else (safe,)
-        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, *_sizes_around(w.shape(x), dim), *flags)]
+        return [w.call(w.kernel(kernel), Ref(first_output(op)), x, *_sizes_around(w.shape(x), dim), *flags)]
 
     return emit
 
 
-def _softmax_gradient(kernel: str) -> Emit:
+def _softmax_gradient(kernel: str) -> WriteCalls:
     """Return the function that writes the call of a softmax's gradient, which reads the result of the softmax."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         g, result, dim = op.args[:3]
-        return [w.call(w.kernel(kernel), Ref(output_of(op)), g, result, *_sizes_around(w.shape(result), dim))]
+        return [w.call(w.kernel(kernel), Ref(first_output(op)), g, result, *_sizes_around(w.shape(result), dim))]
 
     return emit
 
@@ -333,14 +340,14 @@ def _negative_log_likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     sizes = _sizes_around(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
     args = (target, weight, weight_sum, ignored, reduction, *sizes)
     if op.target == CROSS_ENTROPY:
-        return [w.call(_by_index(w, "cross_entropy_gradient", target), Ref(output_of(op)), g, x, *args)]
-    return [w.call(_by_index(w, "negative_log_likelihood_gradient", target), Ref(output_of(op)), g, *args)]
+        return [w.call(_by_index(w, "cross_entropy_gradient", target), Ref(first_output(op)), g, x, *args)]
+    return [w.call(_by_index(w, "negative_log_likelihood_gradient", target), Ref(first_output(op)), g, *args)]
 
 
 def _mean_squares(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a mean or sum of squared differences, or of its gradient."""
     arguments: dict[str, Any] = {"reduction": 1} | arguments_of(op.target, op.args, op.kwargs)
-    x, y, output = arguments["self"], arguments["target"], Ref(output_of(op))
+    x, y, output = arguments["self"], arguments["target"], Ref(first_output(op))
     count = math.prod(w.shape(x))
     divisor = float(count) if _is_mean(op, arguments["reduction"]) else 1.0
     if "grad_output" in arguments:
@@ -386,13 +393,13 @@ def _sum(w: CallWriter, op: GraphOp) -> list[str]:
     x, dims = op.args[0], op.args[1] if len(op.args) > 1 else None
     shape = w.shape(x)
     scale = 1.0 / math.prod(shape[dim] for dim in _reduced_dims(shape, dims)) if ".mean." in op.target else 1.0
-    return [w.call(w.kernel("reduce_sum"), Ref(output_of(op)), x, scale, _reduction_table(w, op))]
+    return [w.call(w.kernel("reduce_sum"), Ref(first_output(op)), x, scale, _reduction_table(w, op))]
 
 
 def _extreme(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of the largest or smallest elements."""
     smallest = short(op.target) == "amin"
-    return [w.call(w.kernel("reduce_extreme"), Ref(output_of(op)), op.args[0], smallest, _reduction_table(w, op))]
+    return [w.call(w.kernel("reduce_extreme"), Ref(first_output(op)), op.args[0], smallest, _reduction_table(w, op))]
 
 
 def _row_extreme(w: CallWriter, op: GraphOp) -> list[str]:
@@ -406,7 +413,9 @@ def _row_extreme(w: CallWriter, op: GraphOp) -> list[str]:
 def _gather(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel that reads elements by their indices along a dimension."""
     x, dim, index = op.args[:3]
-    return [w.call(_by_index(w, "gather", index), Ref(output_of(op)), x, index, *_sizes_by_index(w, op, x, dim, index))]
+    return [
+        w.call(_by_index(w, "gather", index), Ref(first_output(op)), x, index, *_sizes_by_index(w, op, x, dim, index))
+    ]
 
 
 def _scatter(w: CallWriter, op: GraphOp) -> list[str]:
@@ -415,7 +424,7 @@ def _scatter(w: CallWriter, op: GraphOp) -> list[str]:
     source, value = (source, 0.0) if isinstance(source, Ref) else (None, float(source))
     adds = short(op.target) == "scatter_add"
     sizes = _sizes_by_index(w, op, x, dim, index)
-    return [w.call(_by_index(w, "scatter", index), Ref(output_of(op)), x, index, source, value, adds, *sizes)]
+    return [w.call(_by_index(w, "scatter", index), Ref(first_output(op)), x, index, source, value, adds, *sizes)]
 
 
 def _by_index(w: CallWriter, kernel: str, index: Ref) -> str:
@@ -443,7 +452,7 @@ def _sizes_by_index(w: CallWriter, op: GraphOp, x: Ref, dim: int, index: Ref) ->
 def _resize(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of nearest or linear upsampling of one or two dimensions, forward or backward."""
     arguments = arguments_of(op.target, op.args, op.kwargs)
-    output, backward = Ref(output_of(op)), "grad_output" in arguments
+    output, backward = Ref(first_output(op)), "grad_output" in arguments
     source = arguments["grad_output"] if backward else arguments["self"]
     small, large = (output, source) if backward else (source, output)
     align_corners, dims = bool(arguments.get("align_corners", False)), len(w.shape(small)) - 2
@@ -475,7 +484,7 @@ def _input_step(small: int, large: int, scale_factor: float | None, align_corner
 def _cat(w: CallWriter, op: GraphOp) -> list[str]:
     """Copy each tensor into its range of the output."""
     tensors, dim = op.args[0], op.args[1] if len(op.args) > 1 else 0
-    output = w.graph.values[output_of(op)]
+    output = w.graph.values[first_output(op)]
     dim %= len(output.shape)
     calls, index = list[str](), 0
     for ref in tensors:
@@ -492,7 +501,7 @@ def _into_zeros(
     w: CallWriter, op: GraphOp, g: Ref, shape: tuple[int, ...], stride: tuple[int, ...], start: int
 ) -> list[str]:
     """Fill the output with zeros and copy `g` into the part of this shape and stride, from element `start` on."""
-    output = w.graph.values[output_of(op)]
+    output = w.graph.values[first_output(op)]
     zeros = w.call(w.kernel("fill"), Ref(output.id), 0.0, math.prod(output.shape))
     output_part = replace(output, shape=shape, stride=stride)
     return [zeros, w.strided_copy(w.pointer(output.id), output_part, start, w.pointer(g), w.value(g).stride)]
@@ -501,7 +510,7 @@ def _into_zeros(
 def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernels of an index's gradient: zeros, and the gradient at the index."""
     g, sizes, dim, index = op.args
-    output, dim = w.graph.values[output_of(op)], dim % len(sizes)
+    output, dim = w.graph.values[first_output(op)], dim % len(sizes)
     strides_without_dim = output.stride[:dim] + output.stride[dim + 1 :]
     return _into_zeros(w, op, g, w.shape(g), strides_without_dim, index % sizes[dim] * output.stride[dim])
 
@@ -509,7 +518,7 @@ def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
 def _slice_backward(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernels of a slice's gradient: zeros, and the gradient at the positions of the slice."""
     g, sizes, dim, start, _, step = op.args
-    output, dim = w.graph.values[output_of(op)], dim % len(sizes)
+    output, dim = w.graph.values[first_output(op)], dim % len(sizes)
     start = min(start + sizes[dim] if start < 0 else start, sizes[dim])
     strides = tuple(stride * (step if d == dim else 1) for d, stride in enumerate(output.stride))
     return _into_zeros(w, op, g, w.shape(g), strides, start * output.stride[dim])
@@ -518,7 +527,7 @@ def _slice_backward(w: CallWriter, op: GraphOp) -> list[str]:
 def _constant_pad(w: CallWriter, op: GraphOp) -> list[str]:
     """Fill the output with a number and copy the input into it; negative padding cuts the input."""
     x, pads, value = op.args if len(op.args) == 3 else (*op.args, 0.0)
-    output, source = w.graph.values[output_of(op)], w.value(x)
+    output, source = w.graph.values[first_output(op)], w.value(x)
     pads_before = [0] * len(output.shape)
     for k in range(len(pads) // 2):  # pads begin with the last dimension: (before, after) of each
         pads_before[-1 - k] = pads[2 * k]
@@ -536,7 +545,7 @@ def _constant_pad(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _to_float(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel that converts integers."""
-    return [w.call(w.kernel("to_float"), Ref(output_of(op)), op.args[0], math.prod(w.shape(op.args[0])))]
+    return [w.call(w.kernel("to_float"), Ref(first_output(op)), op.args[0], math.prod(w.shape(op.args[0])))]
 
 
 def _normalize(w: CallWriter, op: GraphOp) -> list[str]:
@@ -546,7 +555,7 @@ def _normalize(w: CallWriter, op: GraphOp) -> list[str]:
     shape, channels = w.shape(x), math.prod(w.shape(factor_and_addend[0]))
     planes = math.prod(shape[:2]) if channels > 1 else 1  # one number for all: one long plane
     name = w.instance("normalize", f"normalize{suffix}", macros)
-    return [w.call(name, Ref(output_of(op)), x, *factor_and_addend, planes, channels, math.prod(shape) // planes)]
+    return [w.call(name, Ref(first_output(op)), x, *factor_and_addend, planes, channels, math.prod(shape) // planes)]
 
 
 def _write_output(w: CallWriter, op: GraphOp) -> list[str]:
@@ -555,7 +564,7 @@ def _write_output(w: CallWriter, op: GraphOp) -> list[str]:
     if is_contiguous(x):
         copy = f"output[{f'{start} + ' if start else ''}k] = ({w.pointer(x.id)})[k];"
         return [f"for (int k = 0; output && k < {math.prod(x.shape)}; k++)", f"    {copy}"]
-    like = replace(x, stride=conv.contiguous(x.shape))
+    like = replace(x, stride=conv.contiguous_strides(x.shape))
     return ["if (output)", f"    {w.strided_copy('output', like, start, w.pointer(x.id), x.stride)}"]
 
 
@@ -565,14 +574,14 @@ def _flip(w: CallWriter, op: GraphOp) -> list[str]:
     strides = [-stride if dim in flipped else stride for dim, stride in enumerate(x.stride)]
     last_element = sum((x.shape[dim] - 1) * x.stride[dim] for dim in flipped)
     source = f"{w.pointer(op.args[0])} + {last_element}"
-    output = w.graph.values[output_of(op)]
+    output = w.graph.values[first_output(op)]
     return [w.strided_copy(w.pointer(output.id), output, start=0, source=source, strides=strides)]
 
 
 def _insert(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel that copies a group of channels into a value, from one channel on."""
     before, part, channel = op.args
-    output = w.graph.values[output_of(op)]
+    output = w.graph.values[first_output(op)]
     start = channel * math.prod(output.shape[2:])
     size, part_size = math.prod(output.shape), math.prod(w.shape(part))
     return [w.call(w.kernel("insert"), Ref(output.id), before, part, size, start, part_size)]
@@ -584,8 +593,8 @@ def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
     (count, size), scales = w.shape(table), w.scales_of(table)
     sizes = (math.prod(w.shape(rows)), size, count)
     if scales is None:
-        return [w.call(_by_index(w, "embedding", rows), Ref(output_of(op)), table, rows, *sizes)]
-    return [w.call(_by_index(w, "embedding_int8", rows), Ref(output_of(op)), table, scales, rows, *sizes)]
+        return [w.call(_by_index(w, "embedding", rows), Ref(first_output(op)), table, rows, *sizes)]
+    return [w.call(_by_index(w, "embedding_int8", rows), Ref(first_output(op)), table, scales, rows, *sizes)]
 
 
 def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
@@ -595,15 +604,15 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     if by_frequency:
         raise refusal(op, " with scale_grad_by_freq", near="an embedding without", do="Leave it out")
     sizes = (math.prod(w.shape(rows)), w.shape(g)[-1], count, ignored)
-    update = w.update_calls.get(output_of(op))
+    update = w.update_calls.get(first_output(op))
     if update is not None:
         float_indices = w.value(rows).dtype == "float32"
         name = f"embedding_{update.function}{'_by_float' if float_indices else ''}"
         macros = update.macros | {
-            "INDEX": "float" if float_indices else "int32_t", "ALL_ROWS": str(int(update.of_zeros))
+            "INDEX": "float" if float_indices else "int32_t", "ALL_ROWS": str(int(update.zero_gradients_matter))
         }  # fmt: skip
-        return [w.call(w.instance("embedding_update", name, macros), update.first, g, rows, *sizes)]
-    return [w.call(_by_index(w, "embedding_gradient", rows), Ref(output_of(op)), g, rows, *sizes)]
+        return [w.call(w.instance("embedding_update", name, macros), update.arguments, g, rows, *sizes)]
+    return [w.call(_by_index(w, "embedding_gradient", rows), Ref(first_output(op)), g, rows, *sizes)]
 
 
 # -- random masks
@@ -613,32 +622,32 @@ def _mask(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel that draws a dropout mask; it drops an element where a random integer is below a threshold."""
     x, p = op.args
     count = math.prod(w.shape(x))
-    return [w.call(w.kernel("dropout_mask"), Ref(output_of(op)), "&s->random", f"{threshold(p)}u", count)]
+    return [w.call(w.kernel("dropout_mask"), Ref(first_output(op)), "&s->random", f"{dropout_threshold(p)}u", count)]
 
 
-def threshold(p: float) -> int:
+def dropout_threshold(p: float) -> int:
     """Return the number below which a random 32-bit integer drops an element, which happens with probability p."""
     return min(round(p * 2**32), 2**32 - 1)  # p = 1: the largest of 32 bits
 
 
 def _dropout(w: CallWriter, op: GraphOp) -> list[str]:
     x, mask, scale = op.args
-    output = Ref(output_of(op))
+    output = Ref(first_output(op))
     return [w.call(w.kernel("dropout"), output, x, mask, float(scale), math.prod(w.shape(output)))]
 
 
 def _fill(w: CallWriter, op: GraphOp) -> list[str]:
-    output = Ref(output_of(op))
+    output = Ref(first_output(op))
     return [w.call(w.kernel("fill"), output, float(op.args[0]), math.prod(w.shape(output)))]
 
 
 def _arena_input(w: CallWriter, op: GraphOp) -> list[str]:
-    output = Ref(output_of(op))
+    output = Ref(first_output(op))
     element_bytes = 1 if w.value(output).dtype in C_BYTES else WORD
     return [w.call(w.kernel("arena_input"), output, op.args[0], math.prod(w.shape(output)) * element_bytes)]
 
 
-CALLS: Mapping[str, Emit] = {
+CALLS: Mapping[str, WriteCalls] = {
     ARENA_INPUT: _arena_input,
     **PRODUCTS,
     conv.GATHER: _convolution,
@@ -704,7 +713,7 @@ CALLS: Mapping[str, Emit] = {
     "aten.constant_pad_nd.default": _constant_pad,
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_gradient,
-    MASK: _mask,
+    DRAW_MASK: _mask,
     DROPOUT: _dropout,
     FILL: _fill,
     TO_FLOAT: _to_float,

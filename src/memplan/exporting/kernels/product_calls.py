@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from memplan.exporting.kernels.call_writer import CallWriter
-from memplan.exporting.kernels.frozen_weights import by_column
-from memplan.exporting.lowering.device_graph import output_of, refusal
+from memplan.exporting.kernels.frozen_weights import scales_are_by_column
+from memplan.exporting.lowering.device_graph import first_output, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 from memplan.planning.graph.op_schema import arguments_of
 
-FEWEST_ROWS = 3
+FEWEST_TILED_ROWS = 3
 """Rows from which on a product or a convolution is computed in tiles of four; those with fewer go row by row."""
-Emit = Callable[[CallWriter, GraphOp], list[str]]
+WriteCalls = Callable[[CallWriter, GraphOp], list[str]]
 """Returns the C statements that run an op."""
 
 
@@ -28,17 +28,17 @@ def gradient_kernel(
         Its C name; C for the arguments that it takes before its operands, where elements go; and those that it takes
         behind them, factor and addend of an input in bytes.
     """
-    gradient, (suffix, input_macros, factor_and_addend) = output_of(op), w.byte_input(op)
+    gradient, (suffix, input_macros, factor_and_addend) = first_output(op), w.byte_input(op)
     macros = input_macros | dict(macros or {})
     if gradient in w.update_calls:
         update = w.update_calls[gradient]
         name = w.instance(kernel, f"{kernel}_{update.function}{suffix}", update.macros | macros)
-        return name, update.first, factor_and_addend
+        return name, update.arguments, factor_and_addend
     to_memory = {"TARGET": "float *out", "EMIT(k, g)": "out[k] = (g)"}
     return w.instance(kernel, f"{kernel}{suffix}", to_memory | macros), w.pointer(gradient), factor_and_addend
 
 
-def tile(w: CallWriter, weight_type: str = "float") -> str:
+def tile_kernel(w: CallWriter, weight_type: str = "float") -> str:
     """Add the kernel that multiplies a tile of a matrix of C type `weight_type` by a panel; return its name."""
     name = "tile" if weight_type == "float" else "tile_int8"
     return w.instance("tile", name, {"BODY": f"{name}_body", "FUSED": f"{name}_fma", "WEIGHT": weight_type})
@@ -90,7 +90,7 @@ def _addmm(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _matmul(w: CallWriter, op: GraphOp, a: Ref, b: Ref, bias: Any) -> str:
     """Return the call of the product's kernel, in the variant for int8 where `b` is a quantized weight."""
-    output, scales = Ref(output_of(op)), w.scales_of(b)
+    output, scales = Ref(first_output(op)), w.scales_of(b)
     if "bytes" in op.kwargs:
         suffix, macros, factor_and_addend = w.byte_input(op)
         table = w.table("product", *_sizes(w, a, b, bias))
@@ -98,7 +98,7 @@ def _matmul(w: CallWriter, op: GraphOp, a: Ref, b: Ref, bias: Any) -> str:
         return w.call(kernel, output, a, *factor_and_addend, b, bias, table)
     if scales is None:
         return _product(w, [w.pointer(ref) for ref in (output, a, b)], bias, _sizes(w, a, b, bias))
-    by_columns = bool(by_column(w.graph, w.value(b)))
+    by_columns = bool(scales_are_by_column(w.graph, w.value(b)))
     table = w.table("product", *_sizes(w, a, b, bias))
     return w.call(w.kernel("matmul_int8"), output, a, b, scales, by_columns, bias, table)
 
@@ -108,9 +108,9 @@ def _product(w: CallWriter, pointers: Sequence[str], bias: Any, sizes: _ProductS
 
     `pointers` are C for pointers to result, `a` and `b`.
     """
-    if min(sizes.rows, sizes.columns) < FEWEST_ROWS:
+    if min(sizes.rows, sizes.columns) < FEWEST_TILED_ROWS:
         return w.call(w.kernel("matmul"), *pointers, bias, w.table("product", *sizes))
-    tile(w)
+    tile_kernel(w)
     _fill_panel(w, suffix="", input_macros={"INPUT": "float", "CONSTANTS": "", "VALUE(v, channel)": "(v)"})
     y, a, b = pointers
     y_row, y_column = sizes.columns, 1
@@ -131,7 +131,7 @@ def _mm(w: CallWriter, op: GraphOp) -> list[str]:
     a, b = op.args
     if op.phase == "backward" and (op.outputs[0] in w.update_calls or "bytes" in op.kwargs):
         suffix, input_macros, _ = w.byte_input(op)
-        tile(w)
+        tile_kernel(w)
         fill = _fill_panel(w, suffix, input_macros)
         constants = "gain, offset, " if suffix else ""
         fill_macro = {
@@ -147,10 +147,10 @@ def _bmm(w: CallWriter, op: GraphOp) -> list[str]:
     a, b = op.args[:2]
     sizes = _sizes(w, a, b)
     batch_strides = (sizes.rows * sizes.columns, w.value(a).stride[0], w.value(b).stride[0])
-    refs = (Ref(output_of(op)), a, b)
+    refs = (Ref(first_output(op)), a, b)
     pointers = [f"{w.pointer(ref)} + i * {stride}" for ref, stride in zip(refs, batch_strides, strict=True)]
     call = _product(w, pointers, bias=None, sizes=sizes)
     return [f"for (int i = 0; i < {w.shape(a)[0]}; i++)", f"    {call}"]
 
 
-PRODUCTS: dict[str, Emit] = {"aten.addmm.default": _addmm, "aten.mm.default": _mm, "aten.bmm.default": _bmm}
+PRODUCTS: dict[str, WriteCalls] = {"aten.addmm.default": _addmm, "aten.mm.default": _mm, "aten.bmm.default": _bmm}

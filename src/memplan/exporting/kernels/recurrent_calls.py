@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.exporting.kernels.call_writer import CallWriter
-from memplan.exporting.kernels.product_calls import Emit
+from memplan.exporting.kernels.product_calls import WriteCalls
 from memplan.exporting.lowering.recurrent_layers import BACKWARD, FORWARD
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 
@@ -42,4 +42,4 @@ def _backward(w: CallWriter, op: GraphOp) -> list[str]:
     return [w.call(_kernel(w, kind, "_backward"), *results, *operands, backwards, *w.shape(g))]
 
 
-RECURRENT: dict[str, Emit] = {**dict.fromkeys(FORWARD, _forward), **dict.fromkeys(BACKWARD, _backward)}
+RECURRENT: dict[str, WriteCalls] = {**dict.fromkeys(FORWARD, _forward), **dict.fromkeys(BACKWARD, _backward)}

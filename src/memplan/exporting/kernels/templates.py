@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-NEEDS: dict[str, tuple[str, ...]] = {
+REQUIRED_TEMPLATES: dict[str, tuple[str, ...]] = {
     "axpy_rows": ("axpy",),
     "matmul": ("axpy_rows", "dot", "product"),
     "fill_panel": ("panel", "product"),

@@ -37,8 +37,9 @@ def with_input_in_arena(graph: JointGraph, path: str) -> JointGraph:
 
     arena_op = replace(
         graph.ops[0], index=-1, target=ARENA_INPUT, phase="forward", kwargs={}, outputs=(in_arena,), makes=(in_arena,),
-        multiple=False, discarded=0, scratch=0, scratch_into=None, overwrites=(), random=False, once=True, layer="",
-        where=None, gradient_of=None, holds=(), cheaper_recompute=None, call=None, seconds=0.0,
+        returns_tuple=False, discarded=0, scratch=0, in_place_scratch=None, overwrites=(), random=False,
+        must_run_once=True, layer="", where=None, gradient_of=None, held_values=(), cheaper_recompute=None, call=None,
+        seconds=0.0,
     )  # fmt: skip
     rebuild.add(arena_op, args=(Ref(original.id),))
     for op in graph.ops:

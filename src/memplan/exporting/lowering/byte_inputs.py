@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memplan.exporting.lowering import convolution_splitting as conv
-from memplan.exporting.lowering.device_graph import ARENA_INPUT, Lowering, output_of
+from memplan.exporting.lowering.device_graph import ARENA_INPUT, Lowering, first_output
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, short
@@ -46,14 +46,14 @@ def normalization(low: Lowering, op: GraphOp) -> bool:
     result = _cast(low, op) or _scaled_or_shifted(low, op)
     if result is None:
         return False
-    output, constants = output_of(op), list[Ref]()
+    output, constants = first_output(op), list[Ref]()
     for name, tensor in (("factor", result.factor), ("addend", result.addend)):
         by_channel = tensor.reshape(-1).float()
         constant = low.value(name, low.values[output], shape=tuple(by_channel.shape), op=None)
         low.make_constant(constant, by_channel)
         constants.append(Ref(constant))
-    low.affine[output] = result
-    low.change(output, stride=conv.contiguous(low.values[output].shape))
+    low.normalized_inputs[output] = result
+    low.change(output, stride=conv.contiguous_strides(low.values[output].shape))
     low.call(op, NORMALIZE, (Ref(result.x), *constants), (output,))
     return True
 
@@ -61,7 +61,7 @@ def normalization(low: Lowering, op: GraphOp) -> bool:
 def _cast(low: Lowering, op: GraphOp) -> Affine | None:
     """Return the affine form of the result if the op casts a byte input to float32, else None."""
     x = low.values[op.args[0].value]
-    if op.target != "aten._to_copy.default" or low.dtypes[output_of(op)] != "float32":
+    if op.target != "aten._to_copy.default" or low.torch_dtypes[first_output(op)] != "float32":
         return None
     if x.kind != "input" or x.dtype not in BYTES:
         return None
@@ -72,7 +72,7 @@ def _cast(low: Lowering, op: GraphOp) -> Affine | None:
 def _scaled_or_shifted(low: Lowering, op: GraphOp) -> Affine | None:
     """Return the affine form of the result if the op adds, subtracts, multiplies or divides by a constant and its first
     operand has an affine form; else None."""
-    operand, name = low.affine.get(op.args[0].value), short(op.target)
+    operand, name = low.normalized_inputs.get(op.args[0].value), short(op.target)
     if operand is None or name not in ("add", "sub", "mul", "div"):
         return None
     arguments = arguments_of(op.target, op.args, op.kwargs)
@@ -96,7 +96,7 @@ def _constant(low: Lowering, other: Any, shape: tuple[int, ...]) -> torch.Tensor
     """
     if not isinstance(other, Ref):
         return torch.tensor(float(other), dtype=torch.float64)
-    tensor = low.known.get(other.value)
+    tensor = low.constants.get(other.value)
     if tensor is None or len(tensor.shape) > len(shape):
         return None
     if tensor.numel() == 1:
@@ -108,7 +108,7 @@ def _constant(low: Lowering, other: Any, shape: tuple[int, ...]) -> torch.Tensor
 
 def with_direct_reads(graph: JointGraph, low: Lowering) -> JointGraph:
     """Let kernels that can normalize bytes as they read them read the inputs, in place of normalized buffers."""
-    normalize_ops = {output_of(op): op for op in graph.ops if op.target == NORMALIZE}
+    normalize_ops = {first_output(op): op for op in graph.ops if op.target == NORMALIZE}
     if not normalize_ops:
         return graph
     rebuild = Rebuild(graph)
@@ -121,8 +121,8 @@ def with_direct_reads(graph: JointGraph, low: Lowering) -> JointGraph:
         x, factor_and_addend = normalize_op.args[0], normalize_op.args[1:]
         if operand.is_view:  # the kernel gets the same view of the bytes
             view = rebuild.value(operand.name, operand, base=x.value, dtype=graph.values[x.value].dtype, op=None)
-            if operand.id in low.offsets:
-                low.offsets[view] = low.offsets[operand.id]
+            if operand.id in low.storage_offsets:
+                low.storage_offsets[view] = low.storage_offsets[operand.id]
             rebuild.add(
                 replace(
                     op, index=-1 - len(rebuild.ops), target="aten.alias.default", args=(x,), kwargs={}, outputs=(view,),
@@ -168,8 +168,8 @@ def _knows_channels(graph: JointGraph, op: GraphOp, operand: Value, normalize_op
     return graph.values[factor.value].shape == (1,)
 
 
-def buffered(graph: JointGraph) -> frozenset[int]:
+def inputs_with_normalized_buffer(graph: JointGraph) -> frozenset[int]:
     """Return the byte inputs of which normalized buffers are computed."""
-    input_of: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target == ARENA_INPUT}
+    input_of: dict[int, int] = {first_output(op): op.args[0].value for op in graph.ops if op.target == ARENA_INPUT}
     normalized: list[int] = [op.args[0].value for op in graph.ops if op.target == NORMALIZE]
     return frozenset(input_of.get(value, value) for value in normalized)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memplan.exporting.lowering.device_graph import Lowering, output_of, refusal
+from memplan.exporting.lowering.device_graph import Lowering, first_output, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 
 GATHER = "memplan.convolution_gather.default"
@@ -23,10 +23,16 @@ ADDEND = 7
 def convolution(low: Lowering, op: GraphOp) -> None:
     """Lower a convolution of one or two dimensions, or a transposed one."""
     x, weight, bias, stride, padding, dilation, transposed, _, groups = op.args
-    output = output_of(op)
+    output = first_output(op)
     _check(low, op, x)
-    args = (low.dense(op, x), low.dense(op, weight), bias, *_geometry(stride, padding, dilation), groups)
-    low.change(output, stride=contiguous(low.values[output].shape))
+    args = (
+        low.as_contiguous(op, x),
+        low.as_contiguous(op, weight),
+        bias,
+        *_geometry(stride, padding, dilation),
+        groups,
+    )
+    low.change(output, stride=contiguous_strides(low.values[output].shape))
     low.call(op, SCATTER if transposed else GATHER, args, (output,))
 
 
@@ -34,17 +40,17 @@ def convolution_backward(low: Lowering, op: GraphOp) -> None:
     """Lower the gradients of a convolution that are read: of input, bias and weight."""
     g, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = op.args
     input_gradient, weight_gradient, bias_gradient = op.outputs
-    g = low.dense(op, g)
+    g = low.as_contiguous(op, g)
     _check(low, op, g)
     geometry = (*_geometry(stride, padding, dilation), groups)
     if input_gradient is not None:
-        low.change(input_gradient, stride=contiguous(low.values[input_gradient].shape))
-        args = (g, low.dense(op, weight), None, *geometry)
+        low.change(input_gradient, stride=contiguous_strides(low.values[input_gradient].shape))
+        args = (g, low.as_contiguous(op, weight), None, *geometry)
         low.call(op, GATHER if transposed else SCATTER, args, (input_gradient,))
     if bias_gradient is not None:
         low.call(op, CHANNEL_SUM, (g,), (bias_gradient,))
     if weight_gradient is not None:
-        x = low.dense(op, x)
+        x = low.as_contiguous(op, x)
         # the tensor with the channels of the weight's dimension 0, and that with those of dimension 1
         of_dim_0, of_dim_1 = (x, g) if transposed else (g, x)
         low.call(op, WEIGHT_GRADIENT, (of_dim_0, of_dim_1, *geometry), (weight_gradient,))
@@ -65,7 +71,7 @@ def _geometry(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[
     return tuple((value, sizes[0]) if len(sizes) == 1 else tuple(sizes) for sizes, value in with_value_for_height_1)
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     strides, stride = list[int](), 1
     for size in reversed(shape):

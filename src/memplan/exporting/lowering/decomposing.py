@@ -34,7 +34,7 @@ def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str]
         RecordingError: one of its calls cannot be lowered.
     """
     operands = list(dict.fromkeys(refs((op.args, op.kwargs))))
-    if not op.target.startswith("aten.") or op.random or (op.once and not op.makes):
+    if not op.target.startswith("aten.") or op.random or (op.must_run_once and not op.makes):
         return False
     decomposition = decompositions.decomposition(
         overload(op.target),
@@ -71,7 +71,7 @@ def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str]
 def _meta(low: Lowering, number: int) -> torch.Tensor:
     """Return a meta tensor with shape, strides and PyTorch's dtype of a value."""
     value = low.values[number]
-    dtype = getattr(torch, low.dtypes[number])
+    dtype = getattr(torch, low.torch_dtypes[number])
     return torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
 
 
@@ -93,8 +93,8 @@ def _add(low: Lowering, op: GraphOp, call: decompositions.CoreCall, value_of: di
     makes = () if call.is_view else tuple(output for output in outputs if output is not None)
     part = replace(
         op, target=call.target, args=tuple(args), kwargs=dict(kwargs), outputs=outputs, makes=makes,
-        once=op.once and not call.is_view,  # a view with `once` would be scheduled (see GraphOp.is_view)
-        multiple=call.multiple, reads=tuple(low.values[v].base for v in operands),
+        must_run_once=op.must_run_once and not call.is_view,  # else the view would be scheduled (see GraphOp.is_view)
+        returns_tuple=call.multiple, reads=tuple(low.values[v].base for v in operands),
         discarded=0, scratch=0, overwrites=(), cheaper_recompute=None,
     )  # fmt: skip
     lower(low, part)
@@ -116,13 +116,13 @@ def _set_result(low: Lowering, op: GraphOp, node: Any, viewed_base: int | None, 
         low.change(value, base=value, bytes=tensor.numel() * tensor.element_size(), **layout)
     else:
         low.change(value, base=viewed_base, bytes=0, **layout)
-    low.dtypes[value] = dtype
+    low.torch_dtypes[value] = dtype
 
 
 def _equate(low: Lowering, op: GraphOp, result: int, value: int) -> None:
     """Make a result of the op equal to another value: a constant if that is known at export, else an alias of it."""
-    if value in low.known:
-        low.make_constant(result, low.known[value])
+    if value in low.constants:
+        low.make_constant(result, low.constants[value])
     else:
         low.change(result, stride=low.values[value].stride, dtype=low.values[value].dtype)
         low.alias(op, result, Ref(value))

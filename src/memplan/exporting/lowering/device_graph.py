@@ -73,20 +73,20 @@ class DeviceGraph:
     graph: JointGraph
     constants: Mapping[int, np.ndarray]
     """Values that are known at export: they lie in flash."""
-    offsets: Mapping[int, int]
+    storage_offsets: Mapping[int, int]
     """Storage offset in elements of each view, where it is not 0."""
-    fused: frozenset[int] = frozenset()
+    fused_gradients: frozenset[int] = frozenset()
     """Gradients that are never stored: the kernel that computes an element applies it to the weight at once."""
-    strided: frozenset[int] = frozenset()
+    strided_parameter_parts: frozenset[int] = frozenset()
     """Parts of parameters that are not contiguous: their gradients have to be fused."""
 
 
-def words(size: int) -> int:
+def rounded_to_words(size: int) -> int:
     """Round a number of bytes up to whole words."""
     return -(-size // WORD) * WORD
 
 
-def output_of(op: GraphOp) -> int:
+def first_output(op: GraphOp) -> int:
     """Return the first output of an op that has one."""
     assert op.outputs[0] is not None, "somebody reads it"
     return op.outputs[0]
@@ -115,13 +115,13 @@ class Lowering(Rebuild):
 
     def __init__(self, graph: JointGraph, constants: Mapping[int, torch.Tensor]) -> None:
         super().__init__(graph)
-        self.known: dict[int, torch.Tensor] = {}
+        self.constants: dict[int, torch.Tensor] = {}
         """Elements of the values that are known at export."""
-        self.offsets: dict[int, int] = {}
+        self.storage_offsets: dict[int, int] = {}
         """As for `DeviceGraph`."""
-        self.dtypes: dict[int, str] = {value.id: value.dtype for value in graph.values}
+        self.torch_dtypes: dict[int, str] = {value.id: value.dtype for value in graph.values}
         """The dtype that each value has in PyTorch: computed flags and integers are floats on the device."""
-        self.affine: dict[int, Any] = {}
+        self.normalized_inputs: dict[int, Any] = {}
         """Normalized bytes of inputs: byte_inputs.Affine by value."""
         self.mutations = dict(graph.mutations)
         """By value that the step changes: its value after the step."""
@@ -136,9 +136,9 @@ class Lowering(Rebuild):
 
     def make_constant(self, number: int, tensor: torch.Tensor) -> None:
         """Make a value a constant with these elements: it takes no memory in the arena."""
-        self.known[number] = tensor.contiguous()
-        self.dtypes[number] = str(tensor.dtype).removeprefix("torch.")
-        stride = tuple(self.known[number].stride())
+        self.constants[number] = tensor.contiguous()
+        self.torch_dtypes[number] = str(tensor.dtype).removeprefix("torch.")
+        stride = tuple(self.constants[number].stride())
         self.change(number, kind="constant", base=number, bytes=0, op=None, stride=stride)
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class Lowering(Rebuild):
         """Add a contiguous value with its own memory: of `size` bytes, or as many as shape and dtype take."""
         stride = torch.empty(tuple(shape), device="meta").stride()
         own_bytes = math.prod(shape) * getattr(torch, dtype).itemsize if size is None else size
-        layout = {"shape": tuple(shape), "stride": tuple(stride), "dtype": dtype, "bytes": words(own_bytes)}
+        layout = {"shape": tuple(shape), "stride": tuple(stride), "dtype": dtype, "bytes": rounded_to_words(own_bytes)}
         return self.value(name, like, **layout, base=len(self.values), op=None)
 
     # -- ops
@@ -170,8 +170,8 @@ class Lowering(Rebuild):
         owned = tuple(value for value in outputs if value is not None and self.values[value].base == value)
         fields: dict[str, Any] = {
             "target": target, "args": tuple(args), "kwargs": {}, "outputs": tuple(outputs), "makes": owned,
-            "multiple": len(outputs) > 1, "discarded": 0, "scratch": 0, "scratch_into": None, "overwrites": (),
-            "gradient_of": None, "cheaper_recompute": None, "random": False, "holds": (),
+            "returns_tuple": len(outputs) > 1, "discarded": 0, "scratch": 0, "in_place_scratch": None, "overwrites": (),
+            "gradient_of": None, "cheaper_recompute": None, "random": False, "held_values": (),
         }  # fmt: skip
         self.add(op, **{**fields, **changes})
 
@@ -179,11 +179,11 @@ class Lowering(Rebuild):
         """Make a value a view of all of `of`, with the same strides."""
         source = self.values[of.value]
         self.change(value, base=source.base, bytes=0)
-        if source.id in self.offsets:
-            self.offsets[value] = self.offsets[source.id]
+        if source.id in self.storage_offsets:
+            self.storage_offsets[value] = self.storage_offsets[source.id]
         self.call(op, "aten.alias.default", (of,), (value,))
 
-    def dense(self, op: GraphOp, ref: Ref) -> Ref:
+    def as_contiguous(self, op: GraphOp, ref: Ref) -> Ref:
         """Return an argument as it is if contiguous, else a contiguous copy."""
         value = self.values[ref.value]
         if is_contiguous(value):
@@ -192,10 +192,10 @@ class Lowering(Rebuild):
             ref = self.as_float(op, ref)
             value = self.values[ref.value]
         number = self.buffer(f"{value.name}_dense", value, value.shape, value.dtype)
-        self.call(op, COPY, (ref,), (number,), once=False)
+        self.call(op, COPY, (ref,), (number,), must_run_once=False)
         return Ref(number)
 
-    def dense_result(self, number: int) -> int:
+    def set_contiguous(self, number: int) -> int:
         """Give a result contiguous strides, whatever PyTorch's are, since its kernel writes it so. Return it."""
         self.change(number, stride=tuple(torch.empty(self.values[number].shape, device="meta").stride()))
         return number
@@ -205,9 +205,9 @@ class Lowering(Rebuild):
         value = self.values[ref.value]
         if value.dtype == "float32":
             return ref
-        if value.id in self.known:
+        if value.id in self.constants:
             number = self.value(f"{value.name}_float", value, dtype="float32")
-            self.make_constant(number, self.known[value.id].float())
+            self.make_constant(number, self.constants[value.id].float())
             return Ref(number)
         if value.dtype != "int32":
             raise refusal(op, f" of {value.dtype}", near="the same in float32")
@@ -215,23 +215,25 @@ class Lowering(Rebuild):
         if not is_contiguous(value):  # convert its whole base, and return the same view of the result
             base = self.values[value.base]
             float_base = self.buffer(f"{base.name}_float", base, base.shape)
-            self.call(op, TO_FLOAT, (Ref(base.id),), (float_base,), once=False)
+            self.call(op, TO_FLOAT, (Ref(base.id),), (float_base,), must_run_once=False)
             view = self.value(f"{value.name}_float", value, dtype="float32", base=float_base, op=None)
-            if value.id in self.offsets:
-                self.offsets[view] = self.offsets[value.id]
+            if value.id in self.storage_offsets:
+                self.storage_offsets[view] = self.storage_offsets[value.id]
             self.call(op, "aten.alias.default", (Ref(float_base),), (view,))
             return Ref(view)
-        self.call(op, TO_FLOAT, (ref,), (number,), once=False)
+        self.call(op, TO_FLOAT, (ref,), (number,), must_run_once=False)
         return Ref(number)
 
-    def becomes_float(self, number: int) -> None:
+    def set_float32(self, number: int) -> None:
         """Change a computed value of flags or integers to float32, in which kernels compute."""
         value = self.values[number]
         if value.dtype != "float32":
-            size = words(math.prod(value.shape) * WORD) if value.bytes else 0  # views and constants stay at 0 bytes
+            size = (
+                rounded_to_words(math.prod(value.shape) * WORD) if value.bytes else 0
+            )  # views and constants stay at 0 bytes
             self.change(number, dtype="float32", bytes=size)
 
-    def overwritable(self, number: int, *operands: Any) -> tuple[int, ...]:
+    def overwritable_storages(self, number: int, *operands: Any) -> tuple[int, ...]:
         """Return the storages of operands that an elementwise op can write its result `number` to."""
         result = self.values[number]
         values = [self.values[operand.value] for operand in operands if isinstance(operand, Ref)]
@@ -240,7 +242,7 @@ class Lowering(Rebuild):
             base = self.values[value.base]
             same_layout = value.stride == result.stride and value.shape == result.shape
             same_dtype = value.dtype == base.dtype == result.dtype
-            is_whole_storage = base.bytes == result.bytes > 0 and not self.offsets.get(value.id)
+            is_whole_storage = base.bytes == result.bytes > 0 and not self.storage_offsets.get(value.id)
             if same_layout and same_dtype and is_whole_storage and is_contiguous(value):
                 reusable.append(base.id)
         # Another operand that views the storage with other strides would read elements that are overwritten.
@@ -256,7 +258,7 @@ class Lowering(Rebuild):
             value = self.values[number]
             # large enough for each view: meta tensors have no memory
             storage = torch.empty(1 << 40, dtype=getattr(torch, value.dtype), device="meta")
-            return storage.as_strided(value.shape, value.stride, self.offsets.get(number, 0))
+            return storage.as_strided(value.shape, value.stride, self.storage_offsets.get(number, 0))
 
         def run() -> Any:
             return overload(op.target)(*map_refs(op.args, meta), **map_refs(op.kwargs, meta))
@@ -264,7 +266,7 @@ class Lowering(Rebuild):
         try:
             results = run()
         except RuntimeError:  # the view needs PyTorch's strides, which the operand no longer has: view a copy
-            op = replace(op, args=(self.dense(op, op.args[0]), *op.args[1:]))
+            op = replace(op, args=(self.as_contiguous(op, op.args[0]), *op.args[1:]))
             results = run()
         results = results if isinstance(results, (tuple, list)) else (results,)
         base = self.values[next(refs((op.args, op.kwargs)))].base
@@ -273,18 +275,20 @@ class Lowering(Rebuild):
                 dtype = self.values[base].dtype
                 self.change(number, base=base, bytes=0, stride=tuple(tensor.stride()), dtype=dtype)
                 if tensor.storage_offset():
-                    self.offsets[number] = int(tensor.storage_offset())
+                    self.storage_offsets[number] = int(tensor.storage_offset())
         self.call(op, op.target, op.args, op.outputs, kwargs=op.kwargs)
 
-    def fold(self, op: GraphOp) -> bool:
+    def folded(self, op: GraphOp) -> bool:
         """Compute an op at export if all its operands are constants; return whether they are."""
-        if op.random or op.once or not op.outputs:  # once: it has a side effect, or another result in each step
+        if (
+            op.random or op.must_run_once or not op.outputs
+        ):  # once: it has a side effect, or another result in each step
             return False
-        if any(value not in self.known for value in refs((op.args, op.kwargs))):
+        if any(value not in self.constants for value in refs((op.args, op.kwargs))):
             return False
-        args, kwargs = map_refs(op.args, self.known.__getitem__), map_refs(op.kwargs, self.known.__getitem__)
+        args, kwargs = map_refs(op.args, self.constants.__getitem__), map_refs(op.kwargs, self.constants.__getitem__)
         results = overload(op.target)(*args, **kwargs)
-        for number, tensor in zip(op.outputs, results if op.multiple else (results,), strict=True):
+        for number, tensor in zip(op.outputs, results if op.returns_tuple else (results,), strict=True):
             if number is not None:
                 self.make_constant(number, tensor)
         return True

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from memplan.exporting.lowering.device_graph import WORD, words
+from memplan.exporting.lowering.device_graph import WORD, rounded_to_words
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value
 from memplan.planning.graph.op_schema import arguments_of, is_contiguous
 from memplan.planning.levers.encode import NAME, Encode
@@ -29,14 +29,14 @@ class InsideBits(Encode):
         """Yield an encoding for each activation whose gradient the backward pass computes."""
         for value, readers in sorted(_readers(graph).items()):
             activation = graph.values[value]
-            mask_bytes = words(-(-prod(activation.shape) // 8))  # a bit for each element, rounded up
+            mask_bytes = rounded_to_words(-(-prod(activation.shape) // 8))  # a bit for each element, rounded up
             name = f"{activation.name}_{INSIDE}"
             mask = Value(  # the registry of levers assigns the ids that are -1
                 -1, name, "encoded", base=-1, bytes=mask_bytes, shape=(mask_bytes,), stride=(1,), dtype="uint8",
                 place=activation.place,
             )  # fmt: skip
             direct = tuple(op.index for op in readers)
-            yield SavedForm(NAME, value, encoded=-1, how=INSIDE, whole=False, direct=direct), mask
+            yield SavedForm(NAME, value, encoded=-1, codec=INSIDE, can_restore_value=False, direct_readers=direct), mask
 
 
 def bounds_of(op: GraphOp) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memplan.exporting.lowering.device_graph import ALIASES, WRITE, output_of
+from memplan.exporting.lowering.device_graph import ALIASES, WRITE, first_output
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref
 
@@ -18,7 +18,7 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
     gradients = {graph.base(gradient) for _, gradient in graph.gradients}  # whose ops stay: updates follow them
     order = list(graph.ops)
     for op in reversed(graph.backward_ops):
-        if op.random or op.once or gradients.intersection(op.makes):
+        if op.random or op.must_run_once or gradients.intersection(op.makes):
             continue
         position = next(p for p, other in enumerate(order) if other.index == op.index)
         results = set(op.makes)
@@ -40,7 +40,7 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
 def with_early_writes(graph: JointGraph) -> JointGraph:
     """Move each op that copies a value to the caller's memory to right after the op that computes the value, before any
     op overwrites it."""
-    operand_of: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target in ALIASES}
+    operand_of: dict[int, int] = {first_output(op): op.args[0].value for op in graph.ops if op.target in ALIASES}
     order = [op for op in graph.ops if op.target != WRITE]
     for op in graph.ops:
         if op.target == WRITE:

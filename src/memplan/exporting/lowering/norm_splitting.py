@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from memplan.exporting.lowering.convolution_splitting import CHANNEL_SUM
-from memplan.exporting.lowering.device_graph import Lowering, output_of, refusal
+from memplan.exporting.lowering.device_graph import Lowering, first_output, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 
 BATCH_STATISTICS = "memplan.batch_norm_statistics.default"
@@ -32,7 +32,7 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
 
     The results of ``_native_batch_norm_legit_functional`` from the fourth on are the new running statistics.
     """
-    x, weight, bias = low.dense(op, op.args[0]), op.args[1], op.args[2]
+    x, weight, bias = low.as_contiguous(op, op.args[0]), op.args[1], op.args[2]
     running: tuple[Any, Any]
     if op.target.endswith("no_stats"):
         running, (training, momentum, eps) = (None, None), op.args[3:6]
@@ -41,7 +41,7 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
     if not training:
         fixed_batch_norm(low, op, eps)
         return
-    output = low.dense_result(output_of(op))
+    output = low.set_contiguous(first_output(op))
     like, channels = low.values[output], low.values[x.value].shape[1]
     mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
     new_running = [value for value in op.outputs[3:] if value is not None]
@@ -51,28 +51,28 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
         if new_value in new_running:  # the kernel writes the buffer itself
             del low.mutations[buffer]
     # once: a second run would update the running statistics again
-    low.call(op, BATCH_STATISTICS, (x, *running, momentum, eps), (mean, deviation), once=True)
+    low.call(op, BATCH_STATISTICS, (x, *running, momentum, eps), (mean, deviation), must_run_once=True)
     args = (x, weight, bias, Ref(mean), Ref(deviation))
-    low.call(op, BATCH_APPLY, args, (output,), overwrites=low.overwritable(output, x), once=False)
+    low.call(op, BATCH_APPLY, args, (output,), overwrites=low.overwritable_storages(output, x), must_run_once=False)
 
 
 def fixed_batch_norm(low: Lowering, op: GraphOp, eps: float | None = None) -> None:
     """Lower a batch norm in evaluation mode, which normalizes by its running statistics. `eps`: None for an op whose
     last argument it is."""
-    output, x = low.dense_result(output_of(op)), low.dense(op, op.args[0])
+    output, x = low.set_contiguous(first_output(op)), low.as_contiguous(op, op.args[0])
     args = (x, *op.args[1:5], op.args[-1] if eps is None else eps)  # weight, bias, running mean and variance
-    low.call(op, BATCH_FIXED, args, (output,), overwrites=low.overwritable(output, x), once=False)
+    low.call(op, BATCH_FIXED, args, (output,), overwrites=low.overwritable_storages(output, x), must_run_once=False)
 
 
 def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
     """Lower the gradients of a batch norm to two kernels: sums over each channel, which are the gradients of weight and
     bias, then the gradient of the input, which reads these sums in training."""
     g, x, weight, mean, variance, saved_mean, saved_deviation, training, eps, _ = op.args
-    g, x = low.dense(op, g), low.dense(op, x)
+    g, x = low.as_contiguous(op, g), low.as_contiguous(op, x)
     like, channels = low.values[x.value], (low.values[x.value].shape[1],)
     input_gradient, weight_sum, bias_sum = op.outputs
     if input_gradient is not None:
-        low.dense_result(input_gradient)
+        low.set_contiguous(input_gradient)
     if not training:
         if weight_sum is not None:
             sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
@@ -81,14 +81,16 @@ def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
             low.call(op, CHANNEL_SUM, (g,), (bias_sum,))
         if input_gradient is not None:
             args = (g, weight, variance, eps)
-            low.call(op, BATCH_FIXED_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g))
+            low.call(
+                op, BATCH_FIXED_INPUT, args, (input_gradient,), overwrites=low.overwritable_storages(input_gradient, g)
+            )
         return
     sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
     eps = None  # of a variance alone, not of a deviation
     low.call(op, BATCH_SUMS, (g, x, saved_mean, saved_deviation, eps), sums)
     if input_gradient is not None:
         args = (g, x, weight, saved_mean, saved_deviation, Ref(sums[0]), Ref(sums[1]))
-        low.call(op, BATCH_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g, x))
+        low.call(op, BATCH_INPUT, args, (input_gradient,), overwrites=low.overwritable_storages(input_gradient, g, x))
 
 
 def layer_norm(low: Lowering, op: GraphOp) -> None:
@@ -136,27 +138,27 @@ def _group_rows(n: int, channels: int, plane: int, groups: int) -> _Rows:
 
 def _row_norm(low: Lowering, op: GraphOp, x: Ref, weight: Any, bias: Any, eps: float, rows: _Rows) -> None:
     """Add the kernels of a layer or group norm: one for mean and deviation of each row, one that normalizes."""
-    output, x = low.dense_result(output_of(op)), low.dense(op, x)
+    output, x = low.set_contiguous(first_output(op)), low.as_contiguous(op, x)
     shape = (rows.rows,)
     mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), low.values[output], shape)
     low.call(op, ROW_STATISTICS, (x, eps, rows.rows, rows.row_size), (mean, deviation))
     args = (x, weight, bias, Ref(mean), Ref(deviation), *rows)
-    low.call(op, ROW_APPLY, args, (output,), overwrites=low.overwritable(output, x))
+    low.call(op, ROW_APPLY, args, (output,), overwrites=low.overwritable_storages(output, x))
 
 
 def _row_norm_backward(low: Lowering, op: GraphOp, operands: tuple[Ref, Ref, Ref, Ref, Any], rows: _Rows) -> None:
     """Add the kernels of the gradients of a layer or group norm that are read: sums for weight and bias, and the
     input's."""
     g, x, mean, deviation, weight = operands
-    g, x = low.dense(op, g), low.dense(op, x)
+    g, x = low.as_contiguous(op, g), low.as_contiguous(op, x)
     input_gradient, weight_sum, bias_sum = op.outputs
     if weight_sum is not None or bias_sum is not None:
         sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), low.values[x.value], (rows.weights,))
         low.call(op, ROW_SUMS, (g, x, mean, deviation, *rows), sums)
     if input_gradient is not None:
-        low.dense_result(input_gradient)
+        low.set_contiguous(input_gradient)
         args = (g, x, weight, mean, deviation, *rows)
-        low.call(op, ROW_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g, x))
+        low.call(op, ROW_INPUT, args, (input_gradient,), overwrites=low.overwritable_storages(input_gradient, g, x))
 
 
 def _outputs_or_buffers(

@@ -38,7 +38,7 @@ class Argument:
 def arguments_of(layout: StepLayout) -> list[Argument]:
     """Return the arguments of the step, in the order of its C function."""
     graph = layout.step.device.graph
-    arena_name = None if layout.in_arena is None else layout.in_arena[0]
+    arena_name = None if layout.arena_input is None else layout.arena_input[0]
     arguments = list[Argument]()
     for value, name in layout.step.inputs.items():
         ranges = [

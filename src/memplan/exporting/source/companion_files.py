@@ -12,8 +12,8 @@ import numpy as np
 from memplan.exporting.c_text import c_name, comment
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import filled, template
-from memplan.exporting.lowering.device_graph import WORD, words
-from memplan.exporting.optimizer_rules import KINDS
+from memplan.exporting.lowering.device_graph import WORD, rounded_to_words
+from memplan.exporting.optimizer_rules import OPTIMIZER_KINDS
 from memplan.exporting.source import saved_state
 from memplan.exporting.source.arguments import arguments_of
 from memplan.exporting.source.input_checks import STATUS
@@ -27,7 +27,7 @@ class Recorded:
 
     inputs: Mapping[str, np.ndarray]
     """By C argument. Step k gets each flattened input rolled by ``roll_elements * k`` elements."""
-    roll: int
+    roll_elements: int
     losses: Sequence[float]
     """Of each step."""
     loss_bounds: Sequence[float]
@@ -35,12 +35,12 @@ class Recorded:
     step_output: np.ndarray
     """What the model returned in the last step."""
     step_output_bound: float
-    output: np.ndarray
+    evaluation_output: np.ndarray
     """What it returns in evaluation mode after the last step."""
-    output_bound: float
-    evaluated: float
+    evaluation_output_bound: float
+    evaluation_loss: float
     """The loss in evaluation mode after the last step; 0 if it cannot be computed."""
-    evaluated_bound: float
+    evaluation_loss_bound: float
     weights: np.ndarray
     """Weights and statistics after the last step, as `get_weights` writes them."""
     weight_bounds: np.ndarray
@@ -53,23 +53,31 @@ def header_text(layout: StepLayout) -> str:
     trained_int8 = memory.elements("trained_int8")
     members = [
         *([f"    float weights[{trained}];    /* trained parameters, one after another */"] if trained else []),
-        *([f"    signed char int8[{words(trained_int8)}];    /* those in eight bits */"] if trained_int8 else []),
-        *(f"    float {member}[{trained}];" for member in rules.members),
+        *(
+            [f"    signed char int8[{rounded_to_words(trained_int8)}];    /* those in eight bits */"]
+            if trained_int8
+            else []
+        ),
+        *(f"    float {member}[{trained}];" for member in rules.arrays_in_state),
         *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
-        *([f"    float correction[{rules.corrections}];"] if rules.corrections else []),
+        *([f"    float correction[{rules.bias_correction_count}];"] if rules.bias_correction_count else []),
         "    float rate;    /* factor on the learning rates; 1 at first */",
-        *([f"    float rates[{rules.rates}];    /* the same for each parameter group */"] if rules.rates else []),
-        f"    uint32_t step, random{', calls' if rules.gradients.kept else ''};",
+        *(
+            [f"    float rates[{rules.group_rate_count}];    /* the same for each parameter group */"]
+            if rules.group_rate_count
+            else []
+        ),
+        f"    uint32_t step, random{', calls' if rules.gradients.stay_until_update else ''};",
         *(["    const float *flash;    /* what init was given */"] if layout.weights_file else []),
         "    float *arena;    /* what init was given */"
-        if layout.arena_apart
+        if layout.has_separate_arena
         else f"    float arena[{upper}_ARENA_BYTES / 4];",
     ]
     statuses = (*(status for status, _ in STATUS), *saved_state.STATUS)
     lines = [
-        f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
+        f"/* {name}: a training step in {layout.state_bytes + layout.arena_bytes} bytes of RAM, written by memplan. */",
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stddef.h>", "#include <stdint.h>", "",
-        f"#define {upper}_ARENA_BYTES {layout.arena}",
+        f"#define {upper}_ARENA_BYTES {layout.arena_bytes}",
         f"#define {upper}_WEIGHTS {trained + trained_int8 + statistics}    /* floats that get_weights writes */",
         *saved_state.macros(layout), *_output_lines(layout), *_argument_lines(layout), *_input_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
@@ -105,10 +113,10 @@ def _init_declaration(layout: StepLayout) -> list[str]:
     name, upper, lines = layout.name, layout.name.upper(), list[str]()
     if layout.weights_file:
         lines = [
-            f"#define {upper}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
+            f"#define {upper}_FLASH_BYTES {layout.memory.flash_bytes}    /* of {name}.bin */",
             f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
         ]
-    if layout.arena_apart:
+    if layout.has_separate_arena:
         lines.append(f"/* `arena`: {upper}_ARENA_BYTES bytes; between calls they hold nothing. */")
     return [*lines, f"void {name}_init({name}_state *s{init_arguments(layout)});"]
 
@@ -121,7 +129,7 @@ def init_arguments(layout: StepLayout) -> str:
 def init_parameters(layout: StepLayout) -> list[tuple[str, str]]:
     """Return types and names of the arguments of `init` behind the state."""
     flash = [("const float *", "flash")] if layout.weights_file else []
-    return [*flash, ("float *", "arena")] if layout.arena_apart else flash
+    return [*flash, ("float *", "arena")] if layout.has_separate_arena else flash
 
 
 def _output_lines(layout: StepLayout) -> list[str]:
@@ -153,9 +161,9 @@ def _argument_lines(layout: StepLayout) -> list[str]:
 
 def _input_lines(layout: StepLayout) -> list[str]:
     """Return the macro for the address of the input that lies in the arena, if one does."""
-    if layout.step.in_arena is None:
+    if layout.step.arena_input is None:
         return []
-    value, offset, size = layout.step.in_arena
+    value, offset, size = layout.step.arena_input
     name, upper = layout.step.inputs[value], layout.name.upper()
     pointer, c_type = f"(s)->arena + {offset // WORD}", layout.step.c_type(value)
     if c_type != "float":
@@ -169,7 +177,7 @@ def _input_lines(layout: StepLayout) -> list[str]:
 
 def _evaluate_declaration(layout: StepLayout) -> list[str]:
     """Return the declaration of `evaluate`, where the loss can be computed in evaluation mode."""
-    if not layout.evaluates:
+    if not layout.has_evaluation_loss:
         return []
     name = layout.name
     return [
@@ -181,7 +189,7 @@ def _evaluate_declaration(layout: StepLayout) -> list[str]:
 def _update_declaration(layout: StepLayout) -> list[str]:
     """Return the declaration of `update`, where gradients are kept until then."""
     name, gradients = layout.name, layout.rules.gradients
-    if not gradients.kept:
+    if not gradients.stay_until_update:
         return []
     when = "after each call" if gradients.accumulate == 1 else f"after every {gradients.accumulate} calls"
     return [
@@ -197,14 +205,16 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
     for value, argument in layout.step.inputs.items():
         c_type = layout.step.c_type(value)
         elements = recorded.inputs[argument].reshape(-1)
-        in_arena = layout.in_arena is not None and layout.in_arena[0] == argument
+        in_arena = layout.arena_input is not None and layout.arena_input[0] == argument
         arrays += [
             f"static const {c_type} given_{argument}[{elements.size}] = {{", *lines_of(elements), "};",
             f"static {c_type} *{argument};" if in_arena else f"static {c_type} {argument}[{elements.size}];",
         ]  # fmt: skip
         rolls += [f"{argument} = {layout.name.upper()}_{argument.upper()}(&memory.state);"] if in_arena else []
-        rolls += [f"for (int i = 0; i < {elements.size}; i++)",
-                  f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {elements.size}];"]  # fmt: skip
+        rolls += [
+            f"for (int i = 0; i < {elements.size}; i++)",
+            f"    {argument}[i] = given_{argument}[(i + {recorded.roll_elements} * k) % {elements.size}];",
+        ]
     replacements = {
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
@@ -214,23 +224,23 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "ARGUMENTS": ", ".join(layout.step.inputs.values()),
         "GIVEN": "".join(f", {'memory.arena' if name == 'arena' else name}" for _, name in init_parameters(layout)),
         "ARENA": f"float arena[{layout.name.upper()}_ARENA_BYTES / 4];\n    unsigned char end[64];"
-        if layout.arena_apart
+        if layout.has_separate_arena
         else "unsigned char end[64];",
         "INFER": ", ".join(layout.infer.model_inputs),
         "EVALUATE": f"{layout.name}_evaluate(&memory.state, {', '.join(layout.infer.inputs.values())}, 0)"
-        if layout.evaluates
+        if layout.has_evaluation_loss
         else "0",
-        "EVALUATED": number(recorded.evaluated),
-        "EVALUATED_BOUND": number(recorded.evaluated_bound),
+        "EVALUATED": number(recorded.evaluation_loss),
+        "EVALUATED_BOUND": number(recorded.evaluation_loss_bound),
         "MADE": str(recorded.step_output.size),
         "STEP_OUTPUT": ", ".join(map(number, recorded.step_output.reshape(-1)[:4])),
         "STEP_OUTPUT_BOUND": number(recorded.step_output_bound),
         "STEP_CHECKED": str(min(4, recorded.step_output.size)),
         "LOSSES": ", ".join(map(number, recorded.losses)),
         "LOSS_BOUNDS": ", ".join(map(number, recorded.loss_bounds)),
-        "OUTPUT": ", ".join(map(number, recorded.output.reshape(-1)[:4])),
-        "OUTPUT_BOUND": number(recorded.output_bound),
-        "CHECKED": str(min(4, recorded.output.size)),
+        "OUTPUT": ", ".join(map(number, recorded.evaluation_output.reshape(-1)[:4])),
+        "OUTPUT_BOUND": number(recorded.evaluation_output_bound),
+        "CHECKED": str(min(4, recorded.evaluation_output.size)),
         "SAMPLES": _samples(recorded),
         **_weights_file_code(layout),
         **_steps_file_code(layout, len(recorded.losses)),
@@ -284,8 +294,8 @@ def tensors_text(layout: StepLayout) -> str:
         "export": layout.name,
         "tensors": tensors,
         "layout": saved_state.layout_number(layout),
-        "optimizer": KINDS[cast("type", rules.kind)],
+        "optimizer": OPTIMIZER_KINDS[cast("type", rules.kind)],
         "rates": [float(options["lr"]) for options in rules.options],
-        "state": [{"name": name, "count": count} for name, count in layout.saved],
+        "state": [{"name": name, "count": count} for name, count in layout.saved_members],
     }
     return json.dumps(contents, indent=1) + "\n"

@@ -15,7 +15,7 @@ from memplan.exporting.c_text import comment
 from memplan.exporting.kernels.call_writer import CallWriter, UpdateCall, number
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.kernels.templates import template
-from memplan.exporting.lowering.device_graph import WORD, WRITE, output_of
+from memplan.exporting.lowering.device_graph import WORD, WRITE, first_output
 from memplan.exporting.lowering.inside_bits import GRADIENT, INSIDE, bounds_of
 from memplan.exporting.source import saved_state
 from memplan.exporting.source.companion_files import init_arguments, init_parameters
@@ -24,7 +24,7 @@ from memplan.exporting.source.step_layout import Pass, StepLayout
 from memplan.exporting.source.stored_weights import lines_of, pointers
 from memplan.planning.graph.joint_graph import Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, short
-from memplan.planning.levers.encode import DIRECT
+from memplan.planning.levers.encode import BITS_READERS
 from memplan.planning.schedule.actions import Action
 
 INDENT = "    "
@@ -56,7 +56,7 @@ def constants_bytes(layout: StepLayout, of_int: int) -> int:
     for function in (writer.infer, writer.step):
         function()  # adds the tables that it needs to the writer
     numbers = sum(len(_NUMBER.findall(declaration.partition("=")[2])) for declaration in writer.tables)
-    return layout.memory.flash + layout.constants + of_int * numbers + saved_state.CRC_TABLE
+    return layout.memory.flash_bytes + layout.constant_bytes + of_int * numbers + saved_state.CRC_TABLE
 
 
 class _ProgramWriter:
@@ -88,7 +88,7 @@ class _ProgramWriter:
         self.kernels: dict[str, str] = {}
         """As for `CallWriter`; also `tables`."""
         self.tables: dict[str, str] = {}
-        self.gradients_stay = layout.rules.gradients.kept
+        self.gradients_stay = layout.rules.gradients.stay_until_update
         """Whether all gradients stay in RAM until NAME_update applies them."""
 
     # -- functions
@@ -131,7 +131,7 @@ class _ProgramWriter:
             update = _update_call(self._rule_function(group), first.offset)
             gradient = f"s->gradients + {first.offset}"
             size = first.size + sum(tensor.size for tensor in others)
-            lines.append(writer.call(self._update_all(writer, update), update.first, gradient, size))
+            lines.append(writer.call(self._update_all(writer, update), update.arguments, gradient, size))
         lines += [writer.call(writer.kernel("fill"), "s->gradients", 0.0, count), "s->calls = 0;"]
         return f"void {self.name}_update({self.name}_state *s)\n{{\n" + _indented(lines) + "}"
 
@@ -141,7 +141,7 @@ class _ProgramWriter:
         run, name = self.layout.infer, self.name
         check = [f"const int status = {check_of(self.layout, run)};", "if (status)", f"{INDENT}return status;"]
         end = len(run.lifetimes.buffer_of)
-        if not self.layout.evaluates:
+        if not self.layout.has_evaluation_loss:
             lines = [*check, *self._body(run, begin=0, end=end), "return 0;"]
             head = f"int {name}_infer({name}_state *s, {run.model_parameters}, float *output)"
             return f"{head}\n{{\n{_indented(lines)}}}"
@@ -169,7 +169,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
 }}"""
 
     def _is_write(self, run: Pass, action: Action) -> bool:
-        return action.op is not None and action.called(run.schedule.graph).target == WRITE
+        return action.op is not None and action.called_op(run.schedule.graph).target == WRITE
 
     def _corrections(self) -> list[str]:
         """Return the lines that update Adam's bias corrections: ``1 - beta ** step``, from the logarithm of beta."""
@@ -185,13 +185,13 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         scales = dict[int, str]()
         for value in graph.values:
             if value.kind == "parameter" and value.path in self.scales:  # a part of it has scales from a later row on
-                first_row = run.device.offsets.get(value.id, 0) // self._row_elements(value.path)
+                first_row = run.device.storage_offsets.get(value.id, 0) // self._row_elements(value.path)
                 scales[value.id] = _plus(self.scales[value.path], first_row)
-        writer = replace(self._writer(run), update_calls=self._fused_updates(run), scales=scales)
+        writer = replace(self._writer(run), update_calls=self._fused_updates(run), int8_scales=scales)
         lines, last_label = list[str](), ""
         actions = (*run.schedule.forward, *run.schedule.backward)
         for time, action in list(enumerate(actions))[begin:end]:
-            writer.place = lambda value, time=time: self._pointer(run, time, value)
+            writer.pointer_to = lambda value, time=time: self._pointer(run, time, value)
             calls = self._calls(run, writer, action)
             label = _label(run, action) if calls else last_label
             if label != last_label:
@@ -210,21 +210,21 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         """Return the C statements of an action of the schedule; none for a value that is merely received."""
         graph = run.schedule.graph
         if action.kind == "run":
-            op = action.called(graph)
-            return calls_of(writer, op) if action.form is None else self._from_bits(run, writer, action)
+            op = action.called_op(graph)
+            return calls_of(writer, op) if action.encoding is None else self._from_bits(run, writer, action)
         if action.kind == "store":
-            form = graph.form[action.form or 0]
+            form = graph.form_by_encoded[action.encoding or 0]
             count = math.prod(graph.values[form.value].shape)
-            if form.how == INSIDE:
-                bounds = bounds_of(graph.ops[form.direct[0]])
+            if form.codec == INSIDE:
+                bounds = bounds_of(graph.ops[form.direct_readers[0]])
                 return [writer.call(writer.kernel("pack_inside"), Ref(form.encoded), Ref(form.value), *bounds, count)]
             kernel = writer.kernel("pack_bits")
-            return [writer.call(kernel, Ref(form.encoded), Ref(form.value), form.how == "positive", count)]
+            return [writer.call(kernel, Ref(form.encoded), Ref(form.value), form.codec == "positive", count)]
         if action.kind == "write":
             assert action.value is not None, "a write has a target"
             assert action.source is not None, "and a source"
             count = math.prod(graph.values[action.value].shape)
-            to, source = writer.place(action.value), writer.place(action.source)
+            to, source = writer.pointer_to(action.value), writer.pointer_to(action.source)
             return [f"for (int k = 0; k < {count}; k++)", f"{INDENT}({to})[k] = ({source})[k];"]
         if action.kind == "give":
             return self._update(run, writer, action)
@@ -234,11 +234,11 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
     def _from_bits(self, run: Pass, writer: CallWriter, action: Action) -> list[str]:
         """Return the call of a backward op that reads signs saved as bits in place of its operand."""
         graph = run.schedule.graph
-        op, form = action.called(graph), graph.form[action.form or 0]
+        op, form = action.called_op(graph), graph.form_by_encoded[action.encoding or 0]
         arguments = arguments_of(op.target, op.args, op.kwargs)
         slope = float(arguments.get("negative_slope", 0.0))  # factor where the bit is 0
-        gradient = arguments["grad_output" if op.target == GRADIENT else DIRECT[op.target].same]
-        output = output_of(op)
+        gradient = arguments["grad_output" if op.target == GRADIENT else BITS_READERS[op.target].same_layout_operand]
+        output = first_output(op)
         count = math.prod(graph.values[output].shape)
         kernel = writer.kernel("scaled_by_bits")
         return [writer.call(kernel, Ref(output), gradient, Ref(form.encoded), slope, count)]
@@ -249,11 +249,11 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         assert action.value is not None, "what is given is the gradient of something"
         assert action.source is not None, "and is there"
         value = graph.values[action.value]
-        if graph.base(action.source) in run.device.fused or value.path not in self.offset_of:
+        if graph.base(action.source) in run.device.fused_gradients or value.path not in self.offset_of:
             return []
         update = self._update_of(run, value)
         kernel = self._update_all(writer, update)
-        return [writer.call(kernel, update.first, Ref(action.source), math.prod(value.shape))]
+        return [writer.call(kernel, update.arguments, Ref(action.source), math.prod(value.shape))]
 
     def _update_all(self, writer: CallWriter, update: UpdateCall) -> str:
         """Add the C function that updates a weight by each element of a gradient; return its name."""
@@ -262,22 +262,22 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
     def _update_of(self, run: Pass, parameter: Value) -> UpdateCall:
         """Return the update of a parameter, or of a part of one."""
         function, path = self._update_function(parameter.path), parameter.path
-        first_element = run.device.offsets.get(parameter.id, 0)  # of a part, within the whole parameter
+        first_element = run.device.storage_offsets.get(parameter.id, 0)  # of a part, within the whole parameter
         # a gradient of zeros that is added up changes nothing
-        of_zeros = not self.gradients_stay and self.layout.rules.of_zeros(path)
+        of_zeros = not self.gradients_stay and self.layout.rules.zero_gradients_matter(path)
         if path not in self.int8:
-            return replace(_update_call(function, self.offset_of[path] + first_element), of_zeros=of_zeros)
+            return replace(_update_call(function, self.offset_of[path] + first_element), zero_gradients_matter=of_zeros)
         return UpdateCall(
             function,
-            target="STATE *s, signed char *w, const float *scale, int row, int at",
-            emit=f"{function}(s, w, scale[(at + (k)) / row], at + (k), g)",
-            first=f"s, {self.weights[path]}, {self.scales[path]}, {self._row_elements(path)}, {first_element}",
-            of_zeros=of_zeros,
+            parameters="STATE *s, signed char *w, const float *scale, int row, int at",
+            update_element=f"{function}(s, w, scale[(at + (k)) / row], at + (k), g)",
+            arguments=f"s, {self.weights[path]}, {self.scales[path]}, {self._row_elements(path)}, {first_element}",
+            zero_gradients_matter=of_zeros,
         )
 
     def _row_elements(self, path: str) -> int:
         """Return the elements of a weight that have one scale: those of an index of its first dimension."""
-        return math.prod(self.layout.memory.values[path].shape[1:])
+        return math.prod(self.layout.memory.initial_values[path].shape[1:])
 
     def _update_function(self, path: str) -> str:
         """Add the C function that takes one element of a parameter's gradient; return its name."""
@@ -299,7 +299,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         return {
             graph.base(gradient): self._update_of(run, graph.values[parameter])
             for parameter, gradient in graph.gradients
-            if graph.base(gradient) in run.device.fused
+            if graph.base(gradient) in run.device.fused_gradients
         }
 
     # -- pointers
@@ -308,7 +308,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         """Return C for a pointer to the first element of a value during action `time` of a pass."""
         graph, device = run.schedule.graph, run.device
         base = graph.values[graph.base(value)]
-        offset = device.offsets.get(value, 0)
+        offset = device.storage_offsets.get(value, 0)
         if value in device.constants:
             return self._constant(run, value)
         if base.kind in ("parameter", "buffer"):
@@ -351,7 +351,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
             "#endif",
             f"#define STATE {self.name}_state",
         ]
-        if not self.layout.arena_apart:
+        if not self.layout.has_separate_arena:
             array_size = f"    [sizeof(((STATE *)0)->arena) == {upper}_ARENA_BYTES ? 1 : -1];"  # C99's static assertion
             lines += ["", f"typedef char {self.name}_arena_is_whole", array_size]
         return "\n".join(lines)
@@ -375,12 +375,12 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
             f"void {name}_init({name}_state *s{init_arguments(self.layout)})", "{",
             *(f"{INDENT}s->{parameter} = {parameter};" for _, parameter in init_parameters(self.layout)),
             *_loop(trained, f"s->weights[k] = ({self.flash['trained']})[k];"),
-            *(line for member in self.layout.rules.members for line in _loop(trained, f"s->{member}[k] = 0;")),
+            *(line for member in self.layout.rules.arrays_in_state for line in _loop(trained, f"s->{member}[k] = 0;")),
             *_loop(trained_int8, f"s->int8[k] = ({self.flash['trained_int8']})[k];"),
             *_loop(-trained_int8 % WORD, f"s->int8[{trained_int8} + k] = 0;"),  # up to a whole word: `save` writes it
             *_loop(statistics, f"s->statistics[k] = ({self.flash['statistics']})[k];"),
             "    s->step = 0;", "    s->rate = 1;", *(["    s->calls = 0;"] if self.gradients_stay else []),
-            *_loop(self.layout.rules.rates, "s->rates[k] = 1;"), f"    {name}_seed(s, 1);", "}", "",
+            *_loop(self.layout.rules.group_rate_count, "s->rates[k] = 1;"), f"    {name}_seed(s, 1);", "}", "",
             f"void {name}_seed({name}_state *s, uint32_t seed)", "{", "    s->random = seed ? seed : 1;", "}", "",
             f"void {name}_get_weights(const {name}_state *s, float *weights)", "{",
             *_loop(trained, "weights[k] = s->weights[k];"), *self._each_int8(trained, "read"),
@@ -407,7 +407,10 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
 def _update_call(function: str, first_element: int) -> UpdateCall:
     """Return the update of weights in floats from an element of the trained weights on."""
     return UpdateCall(
-        function, target="STATE *s, int at", emit=f"{function}(s, at + (k), g)", first=f"s, {first_element}"
+        function,
+        parameters="STATE *s, int at",
+        update_element=f"{function}(s, at + (k), g)",
+        arguments=f"s, {first_element}",
     )
 
 
@@ -433,7 +436,7 @@ def _label(run: Pass, action: Action) -> str:
         return "keep as bits"
     if action.op is None:
         return action.kind
-    op = action.called(graph)
+    op = action.called_op(graph)
     where = f" ({op.where})" if op.where else ""
     recomputed = ", again" if action.recomputed else ""
     return f"{op.layer or 'model'}{where}: {short(op.target)}{recomputed}"

@@ -28,7 +28,7 @@ def readme_text(layout: StepLayout, verified: str) -> str:
             for argument in arguments if argument.in_arena
         ),
         "GIVEN": ", ".join(init_arguments),
-        "FROM": f"the {layout.memory.flash} bytes of {name}.bin" if layout.weights_file else "flash",
+        "FROM": f"the {layout.memory.flash_bytes} bytes of {name}.bin" if layout.weights_file else "flash",
         "FILLED": " and ".join(argument.name for argument in arguments),
         "ARGUMENTS": names,
         "INFER": ", ".join(layout.infer.model_inputs),
@@ -36,10 +36,10 @@ def readme_text(layout: StepLayout, verified: str) -> str:
             argument.name if argument.name in layout.infer.model_inputs else "0" for argument in arguments
         ),
         "EVALUATE": f"- `{name}_evaluate(&state, {names}, output)`: the loss in evaluation mode, without training.\n"
-        if layout.evaluates
+        if layout.has_evaluation_loss
         else "",
         "UPDATE": f"- `{name}_update(&state)`: updates the weights by the gradients of the last, too few calls.\n"
-        if layout.rules.gradients.kept
+        if layout.rules.gradients.stay_until_update
         else "",
     }  # fmt: skip
     return filled("README.txt", replacements)
@@ -65,9 +65,9 @@ def _in_arena(layout: StepLayout, argument: Argument) -> str:
 def _declarations(layout: StepLayout, arguments: list[Argument]) -> list[str]:
     """Return the static variables of the example."""
     upper, name = layout.name.upper(), layout.name
-    arena = "" if layout.arena_apart else f", and an arena of {layout.arena}"
-    lines = [f"static {name}_state state;    /* {layout.state} bytes of weights and statistics{arena} */"]
-    if layout.arena_apart:
+    arena = "" if layout.has_separate_arena else f", and an arena of {layout.arena_bytes}"
+    lines = [f"static {name}_state state;    /* {layout.state_bytes} bytes of weights and statistics{arena} */"]
+    if layout.has_separate_arena:
         lines.append(f"static float arena[{upper}_ARENA_BYTES / 4];    /* in any bank of memory */")
     if layout.weights_file:
         lines.append(f"extern const float {name}_bin[];    /* the contents of {name}.bin, in flash */")

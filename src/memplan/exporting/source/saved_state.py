@@ -7,8 +7,8 @@ import zlib
 
 from memplan.exporting.kernels.templates import filled
 from memplan.exporting.source.step_layout import StepLayout
-from memplan.exporting.source.stored_weights import arrays
-from memplan.exporting.weights_file import HEADER, MAGIC
+from memplan.exporting.source.stored_weights import named_arrays
+from memplan.exporting.weights_file import HEADER_BYTES, MAGIC
 
 CRC_TABLE = 64
 """Bytes of the constant table of CRC-32."""
@@ -26,12 +26,12 @@ def layout_number(layout: StepLayout) -> int:
     memory = layout.memory
     contents = {
         "tensors": [[tensor.path, tensor.shape] for tensor in memory.weights],
-        "state": layout.saved,
+        "state": layout.saved_members,
         "optimizer": [group.template for group in layout.rules.groups],
     }
     checksum = zlib.crc32(json.dumps(contents).encode())
     for kind in ("frozen", "scales", "int8"):
-        for path, elements in arrays(memory, kind):
+        for path, elements in named_arrays(memory, kind):
             little_endian = elements.astype(elements.dtype.newbyteorder("<"))
             checksum = zlib.crc32(path.encode() + little_endian.tobytes(), checksum)
     return checksum
@@ -39,7 +39,7 @@ def layout_number(layout: StepLayout) -> int:
 
 def saved_bytes(layout: StepLayout) -> int:
     """Return the bytes that NAME_save writes, with the header."""
-    return HEADER + 4 * sum(count for _, count in layout.saved)
+    return HEADER_BYTES + 4 * sum(count for _, count in layout.saved_members)
 
 
 def functions_text(layout: StepLayout) -> str:
@@ -48,7 +48,7 @@ def functions_text(layout: StepLayout) -> str:
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
         "MAGIC": f"0x{int.from_bytes(MAGIC, 'little'):08X}",
-        "LAST": layout.saved[-1][0],
+        "LAST": layout.saved_members[-1][0],
     }
     return filled("saved_state", replacements).rstrip()
 

@@ -13,8 +13,8 @@ from memplan.errors import InputError
 from memplan.exporting.arena.lifetimes import Lifetimes
 from memplan.exporting.arena.offsets import Placement
 from memplan.exporting.kernels.frozen_weights import Quantized
-from memplan.exporting.lowering.byte_inputs import BYTES, buffered
-from memplan.exporting.lowering.device_graph import ARENA_INPUT, WORD, DeviceGraph, output_of, words
+from memplan.exporting.lowering.byte_inputs import BYTES, inputs_with_normalized_buffer
+from memplan.exporting.lowering.device_graph import ARENA_INPUT, WORD, DeviceGraph, first_output, rounded_to_words
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.planning.request import Request
 from memplan.planning.schedule.scheduler import Schedule
@@ -60,7 +60,7 @@ class PersistentTensor:
         return math.prod(self.shape)
 
 
-def laid_out(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[PersistentTensor, ...]:
+def one_after_another(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[PersistentTensor, ...]:
     """Lay out tensors of these names and shapes one after another."""
     layout, offset = list[PersistentTensor](), 0
     for path, shape in tensors:
@@ -79,7 +79,7 @@ class Memory:
     """In RAM: buffers that change, such as running statistics."""
     frozen: tuple[PersistentTensor, ...]
     """In flash, in float32."""
-    values: Mapping[str, np.ndarray]
+    initial_values: Mapping[str, np.ndarray]
     """Initial elements in float32 of each tensor, by name."""
     int8: tuple[PersistentTensor, ...] = ()
     """In flash, as int8."""
@@ -100,7 +100,7 @@ class Memory:
         return sum(tensor.size for tensor in getattr(self, kind))
 
     @property
-    def flash(self) -> int:
+    def flash_bytes(self) -> int:
         """Bytes of initial values and frozen weights."""
         floats = ("trained", "statistics", "frozen", "scales")
         return 4 * sum(map(self.elements, floats)) + self.elements("int8") + self.elements("trained_int8")
@@ -123,13 +123,13 @@ class Pass:
         return self._declared(self.inputs.values())
 
     @property
-    def in_arena(self) -> tuple[int, int, int] | None:
+    def arena_input(self) -> tuple[int, int, int] | None:
         """The input that lies in the arena, its offset in bytes and its bytes; None if none does."""
         for time, action in enumerate(self.schedule.forward):
-            op = None if action.op is None else action.called(self.schedule.graph)
+            op = None if action.op is None else action.called_op(self.schedule.graph)
             if op is not None and op.target == ARENA_INPUT:
                 source: int = op.args[0].value
-                output = output_of(op)
+                output = first_output(op)
                 buffer = self.lifetimes.buffer_of[time][output]
                 return source, self.placement.offsets[buffer], self.schedule.graph.values[output].bytes
         return None
@@ -158,15 +158,15 @@ def state_members(memory: Memory, rules: UpdateRules) -> tuple[tuple[str, int], 
     trained = memory.elements("trained")
     counts = {
         "weights": trained,
-        "int8": words(memory.elements("trained_int8")) // WORD,
-        **dict.fromkeys(rules.members, trained),
+        "int8": rounded_to_words(memory.elements("trained_int8")) // WORD,
+        **dict.fromkeys(rules.arrays_in_state, trained),
         "statistics": memory.elements("statistics"),
-        "correction": rules.corrections,
+        "correction": rules.bias_correction_count,
         "rate": 1,
-        "rates": rules.rates,
+        "rates": rules.group_rate_count,
         "step": 1,
         "random": 1,
-        "calls": int(rules.gradients.kept),
+        "calls": int(rules.gradients.stay_until_update),
     }
     return tuple((name, count) for name, count in counts.items() if count)
 
@@ -187,11 +187,11 @@ class StepLayout:
     """Tensors that the model returns in evaluation mode, as `infer` writes them."""
     weights_file: bool = False
     """Whether weights are in NAME.bin, which the caller reads, instead of NAME_weights.h."""
-    arena_apart: bool = False
+    has_separate_arena: bool = False
     """Whether the state has a pointer to the arena, not the arena itself."""
 
     @property
-    def evaluates(self) -> bool:
+    def has_evaluation_loss(self) -> bool:
         """Whether the loss can be computed in evaluation mode."""
         return bool(self.infer.device.graph.outputs)
 
@@ -199,38 +199,38 @@ class StepLayout:
     def byte_inputs(self) -> tuple[tuple[str, bool], ...]:
         """C arguments of eight bits, and whether a buffer of each in floats is computed."""
         runs = (self.step, self.infer)
-        with_buffer = {run.inputs[value] for run in runs for value in buffered(run.device.graph)}
+        with_buffer = {run.inputs[value] for run in runs for value in inputs_with_normalized_buffer(run.device.graph)}
         values = self.step.device.graph.values
         byte_names = [name for value, name in self.step.inputs.items() if values[value].dtype in BYTES]
         return tuple((name, name in with_buffer) for name in byte_names)
 
     @property
-    def in_arena(self) -> tuple[str, int] | None:
+    def arena_input(self) -> tuple[str, int] | None:
         """The C argument that lies in the arena, and its bytes; None if none does."""
-        if self.step.in_arena is None:
+        if self.step.arena_input is None:
             return None
-        value, _, size = self.step.in_arena
+        value, _, size = self.step.arena_input
         return self.step.inputs[value], size
 
     @property
-    def arena(self) -> int:
+    def arena_bytes(self) -> int:
         """Bytes of the arena, which both passes share."""
         return max(self.step.placement.bytes, self.infer.placement.bytes, 4)
 
     @property
-    def state(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters, and pointers of
         four bytes to a weights file and to an arena apart."""
-        pointers = self.weights_file + self.arena_apart
-        return 4 * (sum(count for _, count in self.saved) + pointers)
+        pointers = self.weights_file + self.has_separate_arena
+        return 4 * (sum(count for _, count in self.saved_members) + pointers)
 
     @property
-    def saved(self) -> tuple[tuple[str, int], ...]:
+    def saved_members(self) -> tuple[tuple[str, int], ...]:
         """Members of the state struct that `save` writes, in order, and the number of elements of four bytes each."""
         return state_members(self.memory, self.rules)
 
     @property
-    def constants(self) -> int:
+    def constant_bytes(self) -> int:
         """Bytes of constant tensors in the program: those that the model's code creates, and integer weights."""
         arrays = [array for run in (self.step, self.infer) for array in run.device.constants.values()]
         distinct = {(array.tobytes(), array.dtype): array for array in arrays}  # the program has equal ones once

@@ -12,7 +12,7 @@ from memplan.exporting.source.step_layout import Memory, StepLayout
 
 COLUMNS = 8
 """Numbers on a line of an initializer."""
-KINDS: Mapping[str, str] = {
+ARRAY_NAMES: Mapping[str, str] = {
     "trained": "trained", "statistics": "initial_statistics", "frozen": "frozen", "scales": "scales", "int8": "int8",
     "trained_int8": "trained_int8",
 }  # fmt: skip
@@ -25,9 +25,9 @@ INT8 = ("int8", "trained_int8")
 def pointers(layout: StepLayout) -> dict[str, str]:
     """Return C for a pointer to the first element of each kind; the state is `s`."""
     if not layout.weights_file:
-        return {kind: f"{layout.name}_{name}" for kind, name in KINDS.items()}
+        return {kind: f"{layout.name}_{name}" for kind, name in ARRAY_NAMES.items()}
     pointer_of, floats, int8_elements = dict[str, str](), 0, 0  # so many elements lie before a kind
-    for kind in KINDS:
+    for kind in ARRAY_NAMES:
         float_pointer = f"s->flash + {floats}" if floats else "s->flash"
         if kind in INT8:
             pointer = f"(const signed char *)({float_pointer})"
@@ -47,12 +47,12 @@ def weights_text(layout: StepLayout) -> str:
         f"/* Weights of {name}, in flash. Only {name}.c includes this. {flash}: attributes, such as of a section. */",
         *(f"#ifndef {flash}", f"#define {flash}", "#endif"), "",
     ]  # fmt: skip
-    for kind, array in KINDS.items():
+    for kind, array in ARRAY_NAMES.items():
         if not memory.elements(kind):
             continue
         c_type = "signed char" if kind in INT8 else "float"
         lines.append(f"{flash} static const {c_type} {name}_{array}[{memory.elements(kind)}] = {{")
-        for path, elements in arrays(memory, kind):
+        for path, elements in named_arrays(memory, kind):
             lines.append(comment(f"{'x'.join(map(str, elements.shape)) or 'a number'}: {path}"))
             lines += lines_of(elements.reshape(-1))
         lines.append("};")
@@ -63,13 +63,13 @@ def weights_bytes(layout: StepLayout) -> bytes:
     """Return NAME.bin: little-endian floats, then int8 weights."""
     parts = [
         elements.astype("i1" if kind in INT8 else "<f4").tobytes()
-        for kind in KINDS
-        for _, elements in arrays(layout.memory, kind)
+        for kind in ARRAY_NAMES
+        for _, elements in named_arrays(layout.memory, kind)
     ]
     return b"".join(parts)
 
 
-def arrays(memory: Memory, kind: str) -> Iterable[tuple[str, np.ndarray]]:
+def named_arrays(memory: Memory, kind: str) -> Iterable[tuple[str, np.ndarray]]:
     """Yield name and elements of each tensor of a kind."""
     for tensor in getattr(memory, kind):
         if kind == "scales":
@@ -77,7 +77,7 @@ def arrays(memory: Memory, kind: str) -> Iterable[tuple[str, np.ndarray]]:
         elif kind in INT8:
             yield tensor.path, memory.quantized[tensor.path].numbers
         else:
-            yield tensor.path, memory.values[tensor.path]
+            yield tensor.path, memory.initial_values[tensor.path]
 
 
 def lines_of(array: Iterable[float]) -> list[str]:

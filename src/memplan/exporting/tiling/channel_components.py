@@ -15,7 +15,7 @@ from memplan.exporting.int8.int8_ops import DEQUANTIZE
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import output_of
+from memplan.exporting.lowering.device_graph import first_output
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, refs
 from memplan.planning.graph.op_schema import is_contiguous
 
@@ -60,7 +60,7 @@ def sides_of(op: GraphOp) -> Sides | None:
     """Return the sides of a convolution without groups; None for another op."""
     if op.target not in _CONVOLUTIONS or op.args[groups_position(op)] != 1:
         return None
-    output, first, second = output_of(op), op.args[0].value, op.args[1].value
+    output, first, second = first_output(op), op.args[0].value, op.args[1].value
     if op.target == conv.WEIGHT_GRADIENT:
         return Sides(of_dim_0=first, of_dim_1=second, weight=output, bias=None)
     bias = op.args[2].value if isinstance(op.args[2], Ref) else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memplan.exporting.lowering import convolution_splitting as conv
-from memplan.exporting.lowering.device_graph import INSERT, DeviceGraph, words
+from memplan.exporting.lowering.device_graph import INSERT, DeviceGraph, rounded_to_words
 from memplan.exporting.tiling.channel_components import (
     Component,
     Sides,
@@ -91,7 +91,7 @@ class Groups(Rebuild):
         graph = device.graph
         values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
         super().__init__(replace(graph, values=values, forms=()))
-        self.plan, self.offsets = plan, dict(device.offsets)
+        self.plan, self.offsets = plan, dict(device.storage_offsets)
         self.component = {value: k for k, component in enumerate(plan.components) for value in component.values}
         """By value that is split: the position of its component in the plan."""
         self.axis = {value: axis for component in plan.components for value, axis in component.values.items()}
@@ -152,8 +152,8 @@ class Groups(Rebuild):
         first, end = self.bounds[self.component[value]][group]
         whole, axis = self.values[value], self.axis[value]
         shape = (*whole.shape[:axis], end - first, *whole.shape[axis + 1 :])
-        stride = whole.stride if op.target == conv.WEIGHT_GRADIENT else conv.contiguous(shape)
-        size = words(whole.bytes * (end - first) // whole.shape[axis])
+        stride = whole.stride if op.target == conv.WEIGHT_GRADIENT else conv.contiguous_strides(shape)
+        size = rounded_to_words(whole.bytes * (end - first) // whole.shape[axis])
         part = self.value(whole.name, whole, shape=shape, stride=stride, bytes=size, op=None)
         self.parts[value, group] = part
         return part
@@ -252,7 +252,7 @@ class Groups(Rebuild):
         )
         graph = replace(self.finished(), gradients=gradients)
         strided = frozenset(parameter for parameter, _ in gradients if not is_contiguous(graph.values[parameter]))
-        return replace(device, graph=graph, offsets=self.offsets, strided=strided)
+        return replace(device, graph=graph, storage_offsets=self.offsets, strided_parameter_parts=strided)
 
     def _gradients(self, parameter: int, gradient: int) -> list[tuple[int, int]]:
         """Return [(parameter, gradient)], or such pairs of the parts of each group if the parameter is split."""

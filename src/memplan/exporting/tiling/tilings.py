@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
-from memplan.exporting.lower import seconds, with_bits, work
+from memplan.exporting.fused_updates import parameters_worth_fusing, with_fused_updates
+from memplan.exporting.lower import estimated_seconds, operations_of, with_bits
 from memplan.exporting.lowering.device_graph import ALIASES, DeviceGraph
 from memplan.exporting.tiling.channel_components import components
 from memplan.exporting.tiling.channel_groups import in_groups
@@ -18,7 +18,7 @@ STEP = 4
 """Factor by which the size limit of groups shrinks from one tiling to the next."""
 SMALL = 16384
 """Bytes below which a largest value is not split: calls of kernels take memory, too."""
-USUAL = 1500
+USUAL_OP_LIMIT = 1500
 """Ops of a step, at most, where a step of fewer fits the budget: each op more takes the planner's time and flash."""
 MOST = 2600
 """Ops of a step, at most."""
@@ -39,7 +39,7 @@ def tilings(device: DeviceGraph, use: GradientUse) -> Iterator[DeviceGraph]:
         tiled = in_groups(device, limit)
         if tiled is None or not ops_before < len(tiled.graph.ops) <= MOST:
             return
-        ops = tuple(replace(op, seconds=seconds(work(tiled.graph, op))) for op in tiled.graph.ops)
+        ops = tuple(replace(op, seconds=estimated_seconds(operations_of(tiled.graph, op))) for op in tiled.graph.ops)
         yield _fused(replace(tiled, graph=with_bits(replace(tiled.graph, ops=ops))), use)
         limit, ops_before = limit // STEP, len(tiled.graph.ops)
 
@@ -68,4 +68,4 @@ def _without_aliases(graph: JointGraph) -> JointGraph:
 
 
 def _fused(device: DeviceGraph, use: GradientUse) -> DeviceGraph:
-    return with_fused_updates(device, worth_fusing(device.graph, use) | device.strided, use)
+    return with_fused_updates(device, parameters_worth_fusing(device.graph, use) | device.strided_parameter_parts, use)

@@ -30,13 +30,13 @@ CORES: Mapping[str, tuple[str, str, str]] = {
 }
 """By core: the emulated board, its floating-point unit, and the address of 16 MiB of memory, from Arm's application
 notes 386 and 500."""
-LEVEL = "-O2"
+OPTIMIZATION_LEVEL = "-O2"
 """Of optimization, in the figures of a core: the one that docs/export.md recommends there."""
-LEVELS = (LEVEL, "-O3")
+STACK_LEVELS = (OPTIMIZATION_LEVEL, "-O3")
 """Whose deeper stack counts: the latter is that of the Makefile."""
-PER_TICK = 40
+INSTRUCTIONS_PER_TICK = 40
 """Instructions per tick of SysTick: the emulator counts a nanosecond for each, and the boards run at 25 MHz."""
-LIMIT = 900
+TIME_LIMIT = 900
 """Seconds that the emulated test may take."""
 
 
@@ -60,9 +60,9 @@ class CortexRun(Printed):
 
     def __str__(self) -> str:
         return (
-            f"{self.core} at {LEVEL}: {self.text} bytes of code, {self.rodata} of constants, "
+            f"{self.core} at {OPTIMIZATION_LEVEL}: {self.text} bytes of code, {self.rodata} of constants, "
             f"{self.data} of static memory, about {self.instructions:,} instructions a step; "
-            f"at {' and '.join(LEVELS)} at most {self.stack} of stack; {self.verdict}"
+            f"at {' and '.join(STACK_LEVELS)} at most {self.stack} of stack; {self.verdict}"
         )
 
 
@@ -89,13 +89,13 @@ def flash_bytes(core: str, layout: StepLayout) -> int | None:
         texts = {".c": program_text(layout), ".h": header_text(layout), "_weights.h": weights_text(layout)}
         for ending, text in texts.items():
             (build / f"{name}{ending}").write_text(text, encoding="utf-8")
-        flags = [f"-mcpu={core}", "-mthumb", *FLAGS[core], *STRICT, LEVEL]
+        flags = [f"-mcpu={core}", "-mthumb", *FLAGS[core], *STRICT, OPTIMIZATION_LEVEL]
         _run([COMPILER, *flags, "-c", f"{name}.c", "-o", "export.o"], build)
         sizes = _section_sizes(build / "export.o")
     return sizes[".text"] + sizes.get(".rodata", 0)
 
 
-def missing(core: str) -> str:
+def what_is_missing(core: str) -> str:
     """Return what is missing to run on a core, as text; empty if nothing is."""
     if core not in CORES:
         return f"there is no core {core!r}: {', '.join(CORES)}"
@@ -110,7 +110,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
         UsageError: the core is unknown, or the cross compiler or the emulator is missing.
         VerificationError: the code does not compile, or results differ.
     """
-    lacks = missing(core)
+    lacks = what_is_missing(core)
     if lacks:
         raise UsageError(
             lacks, expected=f"{COMPILER} and {EMULATOR}", do="Install them (Debian: gcc-arm-none-eabi, "
@@ -136,7 +136,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
             "test.elf",
         ]
         stack_bytes = list[int]()
-        for level in reversed(LEVELS):  # the last one's program runs
+        for level in reversed(STACK_LEVELS):  # the last one's program runs
             _run([COMPILER, *flags, level, "-c", str(folder / f"{name}.c"), "-o", "export.o"], build)
             _run([COMPILER, *flags, level, *test, *link], build)
             stack_bytes.append(_stack(build))
@@ -149,7 +149,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
     ticks = [int(count) for count in re.findall(r"ticks (\d+)", output)]  # of each step
     return CortexRun(
         core, text=sizes[".text"], rodata=sizes.get(".rodata", 0), data=sizes.get(".data", 0) + sizes.get(".bss", 0),
-        stack=max(stack_bytes), instructions=max(ticks) * PER_TICK,
+        stack=max(stack_bytes), instructions=max(ticks) * INSTRUCTIONS_PER_TICK,
         verdict=compare_results(output, written, recorded, "on the emulated core"),
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def _tool(name: str) -> str:
 def _run(command: list[str], folder: Path) -> str:
     """Return what a command prints. Raises VerificationError with its last lines if it fails."""
     with waiting():
-        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False, cwd=folder)
     if process.returncode:
         lines = [line for line in (process.stderr + process.stdout).splitlines() if line.strip()][-3:]
         raise VerificationError(

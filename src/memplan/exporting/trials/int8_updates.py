@@ -18,21 +18,21 @@ from memplan import _torch
 from memplan._display import Printed
 from memplan.errors import VerificationError
 from memplan.exporting.frozen_int8 import Int8Step
-from memplan.exporting.int8_training import Change, changes
+from memplan.exporting.int8_training import Int8Update, int8_updates
 from memplan.exporting.source.step_layout import StepLayout, name_of
 from memplan.exporting.step_outputs import WithOutputs, device_step
 from memplan.exporting.trials.reference_steps import (
-    FAIR,
-    FEW_ROUNDINGS,
-    ROLL,
-    ROUNDING,
+    ERROR_RATIO,
+    ROLL_ELEMENTS,
+    ROUNDING_ERROR,
+    WEIGHT_NOISE,
     DeviceRandom,
     bound_of,
     replacing,
 )
 from memplan.planning.request import Request
 
-DRAWN = 2.0**-22
+DRAW_ERROR = 2.0**-22
 """Error of the device's sum of a random number and an update, which float32 rounds, relative to 1 and the update."""
 MOST_UNDECIDED = 0.02
 """Largest share of updates for which float32's error allows several integers."""
@@ -60,7 +60,7 @@ class _Step:
     loss: float
     weights: dict[str, np.ndarray]
     """Weights in floats and statistics after the step."""
-    changes: dict[str, Change]
+    changes: dict[str, Int8Update]
     """By name of a weight in eight bits."""
 
 
@@ -86,7 +86,9 @@ def check_updates(
     weights_before, undecided, updates = None, 0, 0
     for k, (state, loss) in enumerate(zip(states, losses, strict=True)):
         double, *others = (stepper.step(k, weights_before) for stepper in steppers)
-        bound = FAIR * max(abs(other.loss - double.loss) for other in others) + ROUNDING * max(abs(double.loss), 1.0)
+        bound = ERROR_RATIO * max(abs(other.loss - double.loss) for other in others) + ROUNDING_ERROR * max(
+            abs(double.loss), 1.0
+        )
         if not abs(loss - double.loss) <= bound:
             raise _differs(f"the loss of step {k} is {loss:.9g}", f"{double.loss:.9g} within {bound:.2g}")
         device_weights = _split(layout, state)
@@ -96,7 +98,7 @@ def check_updates(
                 raise _differs(f"{name} after step {k}", f"PyTorch's within {bound:.2g}")
         for name, change in double.changes.items():
             error = _error(change, [other.changes[name] for other in others])
-            lowest, highest = change.after(-error), change.after(error)
+            lowest, highest = change.integers_after(-error), change.integers_after(error)
             integers = np.rint(device_weights[name] / change.scales).astype(np.int64)
             wrong = int(((integers < lowest) | (integers > highest)).sum())
             if wrong:
@@ -113,12 +115,12 @@ def check_updates(
     return UpdatesChecked(updates, undecided)
 
 
-def _error(change: Change, others: list[Change]) -> np.ndarray:
+def _error(change: Int8Update, others: list[Int8Update]) -> np.ndarray:
     """Return the error in steps that float32 may make of each change: for all elements of a tensor the largest of the
     real updates' errors, as elsewhere."""
-    real = change.change * change.scales
-    error = bound_of(real, [other.change * change.scales for other in others], floor=0.0)
-    return error / change.scales + DRAWN * (1 + np.abs(change.change))
+    real = change.decrease * change.scales
+    error = bound_of(real, [other.decrease * change.scales for other in others], floor=0.0)
+    return error / change.scales + DRAW_ERROR * (1 + np.abs(change.decrease))
 
 
 def _differs(found: str, expected: str) -> VerificationError:
@@ -161,8 +163,8 @@ class _Stepper:
                 generator = torch.Generator().manual_seed(self.seed + k)
                 for weight in self.module.model.parameters():
                     noise = 2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype) - 1
-                    weight.mul_(1 + FEW_ROUNDINGS * noise)
-        rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in self.inputs]
+                    weight.mul_(1 + WEIGHT_NOISE * noise)
+        rolled = [tensor.reshape(-1).roll(-ROLL_ELEMENTS * k).reshape(tensor.shape) for tensor in self.inputs]
         args, kwargs = self.request.call.rebuild(rolled)
         int8_results = replacing(None if self.frozen is None else self.frozen.step, self.named, rolled, self.dtype)
         self.optimizer.zero_grad()
@@ -174,7 +176,7 @@ class _Stepper:
         with torch.no_grad():
             for name, elements in exact.items():  # the noise is to change gradients, not integers
                 self.named[name].copy_(elements)
-        by_name = {change.name: change for change in changes(memory, rules, self.named, self.random.state, k + 1)}
+        by_name = {change.name: change for change in int8_updates(memory, rules, self.named, self.random.state, k + 1)}
         for name in by_name:
             self.named[name].grad = None  # the optimizer updates the other weights
         self.optimizer.step()

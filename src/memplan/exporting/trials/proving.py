@@ -22,7 +22,7 @@ from memplan.exporting.source.step_layout import StepLayout
 
 STRICT = ("-std=c99", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror")
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-LIMIT = 300
+TIME_LIMIT = 300
 """Seconds that the test may take."""
 
 
@@ -49,7 +49,7 @@ StepsCheck = Callable[[np.ndarray, np.ndarray], Any]
 """Compares what `get_weights` wrote after each step, and the losses, with PyTorch; its result says so."""
 
 
-def compiler() -> str | None:
+def c_compiler() -> str | None:
     """Return the path of the C compiler: $CC if set, else cc, gcc or clang. None if there is none."""
     variable = os.environ.get("CC")
     names = (variable,) if variable else ("cc", "gcc", "clang")
@@ -72,7 +72,7 @@ def prove(
         UsageError: there is no C compiler, and one is needed.
         VerificationError: the code does not compile, a sanitizer reports an error, or results differ.
     """
-    cc = compiler()
+    cc = c_compiler()
     if cc is None:
         if needed:
             raise UsageError(
@@ -115,7 +115,7 @@ def compare_results(
     worst = [
         _worst(np.array(losses), np.array(recorded.losses), np.array(recorded.loss_bounds)),
         _worst(weights, recorded.weights, recorded.weight_bounds),
-        _worst(model_output, recorded.output, np.array(recorded.output_bound)),
+        _worst(model_output, recorded.evaluation_output, np.array(recorded.evaluation_output_bound)),
     ]
     if len(losses) != len(recorded.losses) or not max(worst) <= 1:
         raise VerificationError(
@@ -141,7 +141,7 @@ def _worst(actual: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> floa
 def _run(command: list[str], failure: str) -> str:
     """Return what a command prints. Raises VerificationError with its error lines if it fails."""
     with waiting():
-        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
     if process.returncode:
         lines = [line for line in (process.stderr + process.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower() or "expected" in line] or lines[-1:]

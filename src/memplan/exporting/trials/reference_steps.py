@@ -22,19 +22,19 @@ from memplan import _torch
 from memplan.errors import InputError
 from memplan.exporting.frozen_int8 import Int8Pass, Int8Step
 from memplan.exporting.int8_training import Int8Trained, Int8Updates, report
-from memplan.exporting.kernels.kernel_calls import threshold
+from memplan.exporting.kernels.kernel_calls import dropout_threshold
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout, name_of
 from memplan.exporting.step_outputs import WithOutputs, device_step, flat_output
 from memplan.planning.request import Request
 
-ROLL = 7
+ROLL_ELEMENTS = 7
 """Elements by which the inputs are rolled from step to step, so that no two steps are the same."""
-FAIR = 8.0
+ERROR_RATIO = 8.0
 """Errors of the C code may be this many times those of PyTorch in float32, since sums are added in another order."""
-FEW_ROUNDINGS = 2.0**-20
+WEIGHT_NOISE = 2.0**-20
 """Relative change of weights: large enough that some activations change their sign."""
-ROUNDING = 2.0**-19
+ROUNDING_ERROR = 2.0**-19
 """Error allowed besides, relative to a tensor's largest element, where PyTorch happens to be exact."""
 
 
@@ -80,7 +80,7 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
     others = [_run(request, layout, steps, torch.float32, frozen, seed) for seed in (0, 1, 2)]
     _check_finite((double, *others), layout)
     loss_errors = [np.abs(other.losses - double.losses) for other in others]
-    loss_bounds = FAIR * np.maximum.reduce(loss_errors) + ROUNDING * np.maximum(np.abs(double.losses), 1.0)
+    loss_bounds = ERROR_RATIO * np.maximum.reduce(loss_errors) + ROUNDING_ERROR * np.maximum(np.abs(double.losses), 1.0)
     tensors = layout.memory.weights
     weights = np.concatenate([double.weights[tensor.path].reshape(-1) for tensor in tensors])
     weight_bounds = [
@@ -92,15 +92,15 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
     inputs = {name: _array(request.call.tensors[position]) for name, position in positions.items()}
     return Recorded(
         inputs=inputs,
-        roll=ROLL,
+        roll_elements=ROLL_ELEMENTS,
         losses=double.losses.tolist(),
         loss_bounds=np.maximum.accumulate(loss_bounds).tolist(),  # an error does not shrink in later steps
         step_output=double.step_output,
         step_output_bound=bound_of(double.step_output, [other.step_output for other in others]),
-        output=double.output,
-        output_bound=bound_of(double.output, [other.output for other in others]),
-        evaluated=float(double.evaluated),
-        evaluated_bound=bound_of(double.evaluated, [other.evaluated for other in others]),
+        evaluation_output=double.output,
+        evaluation_output_bound=bound_of(double.output, [other.output for other in others]),
+        evaluation_loss=float(double.evaluated),
+        evaluation_loss_bound=bound_of(double.evaluated, [other.evaluated for other in others]),
         weights=weights,
         weight_bounds=np.concatenate(weight_bounds),
     )
@@ -139,7 +139,7 @@ def bound_of(double: np.ndarray, others: Sequence[np.ndarray], floor: float = 1.
     ``floor``: the least magnitude of a largest element that a rounding error is relative to.
     """
     error = max(float(np.max(np.abs(other - double), initial=0.0)) for other in others)
-    return FAIR * error + ROUNDING * max(float(np.max(np.abs(double), initial=0.0)), floor)
+    return ERROR_RATIO * error + ROUNDING_ERROR * max(float(np.max(np.abs(double), initial=0.0)), floor)
 
 
 def replacing(
@@ -147,7 +147,7 @@ def replacing(
 ) -> AbstractContextManager[None]:
     """Within this context a step of PyTorch reads what the device computes in eight bits; without such a pass, it is as
     it was."""
-    return nullcontext() if run is None else run.replacing(named, inputs, dtype)
+    return nullcontext() if run is None else run.int8_results_in_place(named, inputs, dtype)
 
 
 def _run(
@@ -163,7 +163,7 @@ def _run(
         with torch.no_grad():
             for weight in model.parameters():
                 noise = 2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype) - 1
-                weight.mul_(1 + FEW_ROUNDINGS * noise)
+                weight.mul_(1 + WEIGHT_NOISE * noise)
     optimizer, gradients = layout.rules.optimizer(model), layout.rules.gradients
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     inputs = [tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
@@ -177,7 +177,7 @@ def _run(
     losses, random, rolled = list[float](), DeviceRandom(), inputs
     outputs: Any = []
     for k in range(steps):
-        rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in inputs]
+        rolled = [tensor.reshape(-1).roll(-ROLL_ELEMENTS * k).reshape(tensor.shape) for tensor in inputs]
         args, kwargs = request.call.rebuild(rolled)
         int8_results = replacing(None if frozen is None else frozen.step, named, rolled, dtype)
         with _torch.DrawsReplaced(random.dropout_mask, dtype), int8_results:
@@ -196,11 +196,13 @@ def _run(
     args, kwargs = request.call.rebuild(rolled)
     int8_results = replacing(None if frozen is None else frozen.infer, named, rolled, dtype)
     with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype), int8_results:
-        if layout.evaluates:
+        if layout.has_evaluation_loss:
             loss, outputs = step(*args, **kwargs)
         else:
             loss, outputs = torch.zeros(()), step.step[0].model_output(*args, **kwargs)
-    return _Run(np.array(losses), weights, step_output, loss.double().numpy(), flat_output(outputs), updates.sums)
+    return _Run(
+        np.array(losses), weights, step_output, loss.double().numpy(), flat_output(outputs), updates.mean_update_sums
+    )
 
 
 class DeviceRandom:
@@ -212,7 +214,7 @@ class DeviceRandom:
 
     def dropout_mask(self, count: int, probability: float) -> torch.Tensor:
         """Return the mask of a dropout that keeps each of `count` elements with this probability."""
-        drop_below = threshold(1 - probability)
+        drop_below = dropout_threshold(1 - probability)
         return torch.tensor([number >= drop_below for number in self._numbers(count)], dtype=torch.bool)
 
     def _numbers(self, count: int) -> Iterator[int]:

@@ -95,7 +95,7 @@ def _fit_within(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[
         further = {name: value for name, value in options.items() if name != "early"}
         plan_options = PlanOptions(
             budget=budget, device=None if room.target.card is None else room.target.card.name, costs="roofline",
-            gradients=GradientUse(updates=options.get("early", False)), **further,
+            gradients=GradientUse(updates_early=options.get("early", False)), **further,
         )  # fmt: skip
         # the lines to insert drop what memplan.fit returns, and with it an optimizer of the plan's own
         inner_plan = plan_with_own_optimizer(lambda: copy_without_hooks(call.module), step, plan_options)

@@ -94,11 +94,11 @@ class Allocations:
         yield
         self._ranges[name] = start, ledger.clock
 
-    def most(self, name: str) -> int:
+    def peak_bytes(self, name: str) -> int:
         """Return the peak of a span in bytes, relative to its start."""
         return max(self._levels(name))
 
-    def left(self, name: str) -> int:
+    def remaining_bytes(self, name: str) -> int:
         """Return the bytes at the end of a span, relative to its start."""
         return self._levels(name)[-1]
 

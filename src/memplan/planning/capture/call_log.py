@@ -32,7 +32,7 @@ class LoggedTensor:
 
     like: Like
     requires_grad: bool
-    call: int | None
+    producer_number: int | None
     """Number of the call that returned it; None for parameters, buffers, inputs and constants."""
 
 
@@ -87,7 +87,7 @@ class CallLog:
         arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
         operands = ChangedTensors(func, args, kwargs)
         result = run()
-        changed = operands.after()
+        changed = operands.changed_operands()
         name, in_place = name_of(func), bool(changed)
         results = [self._add(tensor, number) for tensor in changed]
         for leaf in _torch.tree_leaves(result):
@@ -109,9 +109,9 @@ class CallLog:
             if number is not None:
                 self.readers[number].add(OUTPUT)
 
-    def maker(self, tensor: int) -> LoggedCall | None:
+    def producer_of(self, tensor: int) -> LoggedCall | None:
         """Return the call that returned a tensor or changed it in place last; None if no call of the trace did."""
-        call = self.tensors[tensor].call
+        call = self.tensors[tensor].producer_number
         return None if call is None else self.calls[call]
 
     def _reference(self, leaf: Any) -> Any:

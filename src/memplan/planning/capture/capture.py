@@ -18,7 +18,7 @@ from memplan import _torch
 from memplan._interrupts import safe_point
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning.capture.call_log import CallLog
-from memplan.planning.capture.channels_last import ChannelsLast, in_order
+from memplan.planning.capture.channels_last import ChannelsLast, contiguous_if_channels_last
 from memplan.planning.capture.flat_call import Call, Flat, Returned
 from memplan.planning.capture.free_tensors import FreeTensors
 from memplan.planning.capture.fx_reader import Reader
@@ -64,9 +64,9 @@ class Captured:
     constants: Mapping[int, torch.Tensor]
     """Constant tensors of the graph, by value id."""
     returned: Returned
-    differentiable: tuple[int, ...]
+    outputs_with_tangent: tuple[int, ...]
     """Outputs of the graph that have a tangent, in the order of the tangents."""
-    opaque: tuple[OpaqueCall, ...] = ()
+    opaque_calls: tuple[OpaqueCall, ...] = ()
     """Calls that cannot be traced: they run as the user wrote them, once."""
     conditions: tuple[_torch.Condition, ...] = ()
     """Values of inputs on which the traced branches depend (see `capture`)."""
@@ -86,7 +86,7 @@ class Captured:
     reads: Reads | None = field(default=None, compare=False)
     """Values other than tensors that the Python code may have read: the graph is valid for those only."""
 
-    def holds(self, call: Call) -> bool:
+    def takes_traced_branches(self, call: Call) -> bool:
         """Return whether a call of the same shapes takes the branches that were traced."""
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
@@ -146,7 +146,7 @@ def capture(
                 expected="the same values while it is planned",
                 do="Change it before or after planning",
             )
-        handlers.kernels.check()
+        handlers.kernels.refuse_missing_calls()
     except MemplanError as error:
         watch.restore()
         note_reads(error, reads or passes.reads())
@@ -161,8 +161,8 @@ def capture(
         captured,
         constants=constants,
         channels_last=channels_last, guards=tuple(guards.guards), printed=watch.printed.lines > 0,
-        tiled=tuple(handlers.tiling.registered), groups=groups, refused_groups=refused_groups,
-        in_place_calls=frozenset(handlers.tiling.in_place), reads=reads or passes.reads(),
+        tiled=tuple(handlers.tiling.registered_tiles), groups=groups, refused_groups=refused_groups,
+        in_place_calls=frozenset(handlers.tiling.in_place_calls), reads=reads or passes.reads(),
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def capture_symbolic(
         passes.refuse()
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
-        side_effects = opaque_calls.calls or watch.seeded or watch.draws() or watch.changes()
+        side_effects = opaque_calls.calls or watch.seeded_at or watch.drawn_generators() or watch.changed_attributes()
         returns_sizes = any(map(_torch.is_symbol, constants))
         if side_effects or returns_sizes:
             raise SymbolicError("the call does more than compute tensors of tensors")
@@ -223,7 +223,7 @@ def read(
     """Convert a traced call to a JointGraph, and run the passes that prepare it for planning in a precision. Raises
     InputError if nothing in the step needs a gradient."""
     assert flat.returned is not None
-    reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
+    reader = Reader(joint, flat.paths, flat.replaced_buffers, call.aliases, flat.hooked_parameters)
     graph = reader.graph()
     if not graph.gradients:
         raise InputError(
@@ -231,9 +231,14 @@ def read(
             expected="an output that depends on a parameter with requires_grad",
             do="Unfreeze a parameter",
         )
-    graph = prepare(graph, reader.casts, precision, on_cpu=reader.values.on_cpu)
+    graph = prepare(graph, reader.autocast_regions, precision, on_cpu=reader.values.on_cpu)
     return Captured(
-        graph, reader.values.constants, flat.returned, tuple(reader.values.tangents), opaque, joint.conditions
+        graph,
+        reader.values.constants,
+        flat.returned,
+        tuple(reader.values.outputs_with_tangent),
+        opaque,
+        joint.conditions,
     )
 
 
@@ -275,7 +280,7 @@ def _trace_with_retries(
         except _Untraceable as untraceable:
             error = untraceable.error
             # forward() kept a fake tensor of an earlier pass in an attribute: the refusal names the attribute.
-            changes = watch.changes() if _torch.has_kept_fake(error) else []
+            changes = watch.changed_attributes() if _torch.has_kept_fake(error) else []
             watch.restore()
             if changes:
                 raise _attribute_changes(changes, where=None) from error
@@ -354,7 +359,7 @@ def _trace(
         converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for output, dtype in zip(outputs, dtypes, strict=True):
             cast = output.to(dtype)
-            converted.setdefault((id(output), dtype), in_order(cast) if channels_last else cast)
+            converted.setdefault((id(output), dtype), contiguous_if_channels_last(cast) if channels_last else cast)
         return [converted[id(output), dtype] for output, dtype in zip(outputs, dtypes, strict=True)]
 
     flat = Flat(model, call, trace_contexts, convert_outputs, exact_structure, lambda: guards.flags)
@@ -482,25 +487,25 @@ def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
 def _refuse_side_effects(trace: Callable[[], Any], watch: Watch) -> None:
     """Raise RecordingError if forward() seeds torch, draws from other generators, or changes attributes. ``trace`` runs
     the trace again, line by line, to name the line of the side effect."""
-    if watch.seeded:
+    if watch.seeded_at:
         raise RecordingError(
             "forward() sets torch's random state (torch.manual_seed, fork_rng): a planned step would draw from the one "
             "that the training goes on with",
             expected="random numbers that follow from the state in which the step begins",
             do="Seed outside of forward(); what is to be the same in each call, draw once and keep in a buffer",
-            where=watch.seeded,
+            where=watch.seeded_at,
         )
-    draws = watch.draws()
+    draws = watch.drawn_generators()
     if draws:
         watch.restore()
-        where = line_of(trace, watch.draws)
+        where = line_of(trace, watch.drawn_generators)
         raise RecordingError(
             f"forward() draws from {draws[0]}: a planned step would draw once, while it is planned",
             expected="random numbers from torch",
             do="Draw by torch.rand() and the like, or pass what was drawn as an input",
             where=where,
         )
-    changes = watch.changes()
+    changes = watch.changed_attributes()
     if changes:
         watch.restore()
         where = line_of(trace, lambda: watch.has_changed(changes[0]))

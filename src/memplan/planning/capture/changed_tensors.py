@@ -20,16 +20,16 @@ class ChangedTensors:
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._versions = list(map(_version, self.tensors))
+        self.operands = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._versions = list(map(_version, self.operands))
         """Autograd's version counter of each before the call."""
-        self._changed_by_name = self.tensors[:1] if _changes_first(func, kwargs) else []
+        self._changed_by_name = self.operands[:1] if _changes_first(func, kwargs) else []
         """Tensors that the call changes according to its function's name, or as ``out``."""
         self._changed_by_name += [leaf for leaf in _torch.tree_leaves(kwargs.get("out")) if isinstance(leaf, Tensor)]
 
-    def after(self) -> list[Tensor]:
+    def changed_operands(self) -> list[Tensor]:
         """Return the tensors that the call changed in place, each once. Called after it ran."""
-        pairs = zip(self.tensors, self._versions, strict=True)
+        pairs = zip(self.operands, self._versions, strict=True)
         changed_by_version = [tensor for tensor, version_before in pairs if _version(tensor) != version_before]
         return list({id(tensor): tensor for tensor in (*self._changed_by_name, *changed_by_version)}.values())
 

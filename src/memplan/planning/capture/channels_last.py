@@ -36,7 +36,7 @@ def channels_last(tensor: Tensor) -> Tensor:
     return tensor if memory_format is None else tensor.contiguous(memory_format=memory_format)
 
 
-def in_order(tensor: Tensor) -> Tensor:
+def contiguous_if_channels_last(tensor: Tensor) -> Tensor:
     """Return the tensor contiguous if it is in channels last."""
     memory_format = _FORMATS.get(tensor.dim())
     is_last = memory_format is not None and tensor.is_contiguous(memory_format=memory_format)

@@ -46,7 +46,7 @@ class _Chain:
 
     def producer_of(self, tensor: int, *names: str) -> LoggedCall:
         """Return the call that returned a tensor, of a function in ``names``, and add it to the chain."""
-        producer = self.log.maker(tensor)
+        producer = self.log.producer_of(tensor)
         if producer is None or producer.name not in names or producer.results[:1] != (tensor,):
             raise _NotThisLoss
         self.calls.append(producer)
@@ -71,7 +71,7 @@ class _Chain:
 
     def tensor_and_factor(self, tensor: int) -> tuple[int, float]:
         """Return the operands of ``x * number``; for the result of another call, itself and 1."""
-        producer = self.log.maker(tensor)
+        producer = self.log.producer_of(tensor)
         if producer is not None and producer.name == "mul" and len(producer.reads) == 1:
             return self.tensor_and_number(tensor, "mul")
         return tensor, 1.0
@@ -98,12 +98,12 @@ def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
     named = loss.named(CROSS_ENTROPY)
     scores, targets = named.get("input"), named.get("target")
     # MONAI computes mean(1 - coefficient), nnU-Net -mean(coefficient).
-    is_negated = (producer := log.maker(dice)) is not None and producer.name == "neg"
+    is_negated = (producer := log.producer_of(dice)) is not None and producer.name == "neg"
     mean = chain.producer_of(chain.producer_of(dice, "neg").reads[0] if is_negated else dice, "mean")
     if not isinstance(scores, Ref) or not isinstance(targets, Ref) or len(mean.args) != 1 or mean.kwargs:
         raise _NotThisLoss
     dice_by_class = mean.reads[0]
-    producer = log.maker(dice_by_class)
+    producer = log.producer_of(dice_by_class)
     has_class_weights = producer is not None and producer.name == "mul" and len(producer.reads) == 2
     if has_class_weights:
         dice_by_class, _ = chain.two_tensors(dice_by_class, "mul")
@@ -161,7 +161,7 @@ def _dice(chain: _Chain, tensor: int) -> tuple[LoggedCall, int, dict[str, Any]]:
     intersection_in_union, first = chain.two_tensors(union_without_second, "add")
     if (intersection_factor, union_factor) != (2, 2) or intersection_in_union != intersection:
         raise _NotThisLoss
-    producers = [chain.log.maker(tensor) for tensor in (first, second)]
+    producers = [chain.log.producer_of(tensor) for tensor in (first, second)]
     are_halved = all(producer is not None and producer.name == "mul_" for producer in producers)
     options["jaccard"] = not are_halved
     sums = list[int]()  # P and T
@@ -227,7 +227,7 @@ def _operands_of(
     options["batch"] = dims != spatial  # whether the sums are over the samples of a batch, too
     probabilities_sliced, targets_sliced = (
         producer is not None and producer.name == "getitem"
-        for producer in map(chain.log.maker, (probabilities, targets))
+        for producer in map(chain.log.producer_of, (probabilities, targets))
     )
     if probabilities_sliced != targets_sliced:
         raise _NotThisLoss
@@ -270,7 +270,9 @@ def _sources(log: CallLog, tensor: int) -> Iterator[tuple[int, list[LoggedCall]]
     on; each with the calls that lead from it to the first."""
     calls = list[LoggedCall]()
     yield tensor, calls
-    while (producer := log.maker(tensor)) is not None and producer.name in _LABEL_CASTS_AND_VIEWS and producer.reads:
+    while (
+        (producer := log.producer_of(tensor)) is not None and producer.name in _LABEL_CASTS_AND_VIEWS and producer.reads
+    ):
         if producer.name == "getitem" and producer.args[1] != (slice(None), 0):  # tensor[:, 0]
             return
         if producer.name in _LABEL_CASTS and log.tensors[tensor].like.dtype != torch.int64:

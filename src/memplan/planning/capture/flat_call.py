@@ -72,14 +72,14 @@ class Returned:
     """Recipe that builds a model's output from the tensors that its graph returns."""
 
     structure: Structure
-    order: tuple[int, ...]
+    output_indices: tuple[int, ...]
     """Index among the graph's outputs of each tensor of the output."""
-    cut: tuple[int, ...] = ()
+    detached_outputs: tuple[int, ...] = ()
     """Outputs that have a gradient in the model but not in the graph, because the loss does not read them."""
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the output with these tensors, the graph's outputs in order."""
-        return self.structure.rebuild([tensors[index] for index in self.order])
+        return self.structure.rebuild([tensors[index] for index in self.output_indices])
 
 
 class Flat(nn.Module):
@@ -115,11 +115,11 @@ class Flat(nn.Module):
             self.register_buffer(self._register_name(path), buffer)
         self.returned: Returned | None = None
         """Recipe of the output of the last call."""
-        self.written: tuple[str, ...] = ()
+        self.replaced_buffers: tuple[str, ...] = ()
         """Names in the model of the buffers whose new values were the last outputs."""
 
     @property
-    def hooked(self) -> frozenset[str]:
+    def hooked_parameters(self) -> frozenset[str]:
         """Names in the model of the parameters with post-accumulate-grad hooks."""
         return frozenset(self.paths[name] for name, p in self.named_parameters() if _torch.has_gradient_hooks(p))
 
@@ -150,7 +150,7 @@ class Flat(nn.Module):
         self.returned = Returned(structure, tuple(index_of[id(tensor)] for tensor in outputs), cut)
         used_bases = {_base(tensor) for tensor in (*tensors, *state.values())}
         new_buffers = self._models[0].replaced
-        self.written = tuple(new_buffers)
+        self.replaced_buffers = tuple(new_buffers)
         overwritten = {_memory(state[path]) for path in new_buffers}  # the step writes the new values there
         return (
             *(_without_view(t, used_bases) if id(t) in with_gradient else _detached(t, overwritten) for t in unique),

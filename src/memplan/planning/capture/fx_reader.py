@@ -18,9 +18,9 @@ from memplan.planning.capture import opaque_calls
 from memplan.planning.capture.kernel_memory import kernel_scratch
 from memplan.planning.capture.tiling import tile_scratch
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Ref, Value, refs
-from memplan.planning.graph.op_schema import NUMBERS
+from memplan.planning.graph.op_schema import NUMBER_TENSOR_BYTES
 from memplan.planning.passes.share_autocast_casts import CAST
-from memplan.planning.passes.split_convolution_backward import idle_arguments
+from memplan.planning.passes.split_convolution_backward import without_unread_tensors
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu.table import transient_bytes
 from memplan.trace.semantics.traced_results import TRAINING_NORM, eager_arguments
@@ -41,13 +41,13 @@ class Values:
         """The values so far; an id is the position in this list."""
         self.constants: dict[int, torch.Tensor] = {}
         """Tensors that are constants of the graph, by value."""
-        self.tangents: list[int] = []
+        self.outputs_with_tangent: list[int] = []
         """Outputs with a tangent, in the order of the tangents."""
         self.on_cpu = True
         """Whether all values are on the CPU or on meta."""
-        self.of: dict[Any, Any] = {}
+        self.id_of_node: dict[Any, Any] = {}
         """Ids of values by node."""
-        self.placeholders: dict[_torch.Role, int] = {}
+        self.id_of_placeholder: dict[_torch.Role, int] = {}
         """Values of placeholders, by role."""
         self._on_card = any(node.meta["val"].device.type == "cuda" for node in _placeholders(joint))
         """Whether any placeholder is on the card."""
@@ -79,9 +79,9 @@ class Values:
             self.all[value_id] = replace(self.all[value_id], bytes=0)
         if role.kind == "parameter" and path in self._hooked:
             self.all[value_id] = replace(self.all[value_id], hooked=True)
-        self.of[node] = self.placeholders[role] = value_id
+        self.id_of_node[node] = self.id_of_placeholder[role] = value_id
         if role.kind == "tangent":
-            self.tangents.append(role.index)
+            self.outputs_with_tangent.append(role.index)
 
     def add_constant(self, node: Any) -> None:
         """Add a constant tensor of the graph: one value for all nodes that get the same tensor. Raises RecordingError
@@ -95,7 +95,7 @@ class Values:
         if value is None:
             value = self._add(node.name, "constant", tensor)
             self.constants[value] = tensor
-        self.of[node] = value
+        self.id_of_node[node] = value
         node.meta.setdefault("val", tensor)
 
     def add_results(
@@ -126,13 +126,13 @@ class Values:
                 outputs.append(None)
                 is_new_memory = _torch.storage_key(tensor.untyped_storage()) not in self._owner_of_storage
                 discarded[position] = self._size(tensor) if is_new_memory else 0
-        self.of.update({result_node: outputs[position] for result_node, position in position_by_node.items()})
+        self.id_of_node.update({result_node: outputs[position] for result_node, position in position_by_node.items()})
         return tuple(outputs) or (None,), tuple(discarded)
 
     def references(self, arguments: Any) -> Any:
         """Return the arguments of a node with a `Ref` in place of each node, at any depth."""
         if isinstance(arguments, torch.fx.Node):
-            return Ref(self.of[arguments])
+            return Ref(self.id_of_node[arguments])
         if isinstance(arguments, (tuple, list)):  # fx has lists and dicts of its own
             references = map(self.references, arguments)
             return tuple(references) if isinstance(arguments, tuple) else list(references)
@@ -172,9 +172,9 @@ class Values:
         """Return the base of the first operand of a node in each storage, by the storage's key."""
         bases: dict[int, int] = {}
         for source in node.all_input_nodes:
-            if source in self.of and isinstance(source.meta["val"], torch.Tensor):
+            if source in self.id_of_node and isinstance(source.meta["val"], torch.Tensor):
                 key = _torch.storage_key(source.meta["val"].untyped_storage())
-                bases.setdefault(key, self.all[self.of[source]].base)
+                bases.setdefault(key, self.all[self.id_of_node[source]].base)
         return bases
 
 
@@ -189,7 +189,7 @@ class Reader:
         self._joint, self._written, self._aliases = joint, written, aliases
         self.values = Values(joint, paths, aliases, hooked)
         self.ops: list[GraphOp] = []
-        self.casts: dict[int, int] = {}
+        self.autocast_regions: dict[int, int] = {}
         """The autocast region that caches the result, by index of an op that is a cast of autocast."""
         self._forward_op_by_sequence: dict[int, int] = {}
         """Forward op by autograd sequence number."""
@@ -209,7 +209,9 @@ class Reader:
             for node, role in zip(output.args[0], self._joint.outputs, strict=True)
             if role is not None and role.kind != "token"
         ]
-        self._mutated = {values.placeholders[role.of] for _, role in results if role.kind == "mutation" and role.of}
+        self._mutated = {
+            values.id_of_placeholder[role.of] for _, role in results if role.kind == "mutation" and role.of
+        }
         self._mutated |= {value.id for value in values.all if value.kind == "buffer" and value.path in self._written}
         for node in nodes:
             if node.op == "get_attr":
@@ -225,7 +227,7 @@ class Reader:
 
     def _joint_graph(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
         """Build the graph from all values and ops that were read. ``results``: its output nodes with their roles."""
-        values, placeholders = self.values.of, self.values.placeholders
+        values, placeholders = self.values.id_of_node, self.values.id_of_placeholder
         outputs: list[int] = []
         gradients: list[tuple[int, int]] = []
         mutations: list[tuple[int, int]] = []
@@ -279,7 +281,7 @@ class Reader:
         # Whether the op itself returns a tuple: with_effects returns one for a single result, too.
         multiple = len(results) > 1 if token_count else not isinstance(result, torch.Tensor)
         outputs, discarded = self.values.add_results(node, results, token_count, index)
-        args = idle_arguments(target, self.values.references(tuple(arguments)))
+        args = without_unread_tensors(target, self.values.references(tuple(arguments)))
         args = eager_arguments(target, args, results[0] if results else None)
         kwargs = self.values.references(dict(node.kwargs))
         makes = tuple(v.id for v in self.values.all[first_new_value:] if v.base == v.id)  # no views
@@ -289,15 +291,15 @@ class Reader:
         scratch, requests = _scratch(node, target) if effect is None else (0, ())
         autocast_region = None if backward else _torch.cast_in(node)
         if target == CAST and autocast_region is not None:
-            self.casts[index] = autocast_region
+            self.autocast_regions[index] = autocast_region
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
                 sum(discarded), discarded, scratch=scratch, requests=requests,
                 random=_torch.is_random(function, args, kwargs),
-                once=effect is not None or self._must_run_once(target, reads),
+                must_run_once=effect is not None or self._must_run_once(target, reads),
                 layer=layer, where=where, gradient_of=forward_op,
-                holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (), call=_torch.call_of(node),
+                held_values=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (), call=_torch.call_of(node),
             )
         )  # fmt: skip
 
@@ -325,7 +327,7 @@ class Reader:
         An opaque call saves tensors for its derivative, a library's op may draw random numbers, and a tensor that the
         step changes has another value later.
         """
-        if target == _torch.OPAQUE or opaque_calls.is_foreign(target):
+        if target == _torch.OPAQUE or opaque_calls.is_library_op(target):
             return True
         # A training batch norm changes its running statistics, but its results do not depend on them.
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
@@ -342,7 +344,7 @@ def _scratch(node: Any, target: str) -> tuple[int, tuple[int, ...]]:
     if scratch is None:
         scratch = tile_scratch(target, fake_args)
     if scratch is None:  # an op of torch
-        scratch = transient_bytes(target, fake_args, fake_kwargs, node.meta["val"]) + NUMBERS
+        scratch = transient_bytes(target, fake_args, fake_kwargs, node.meta["val"]) + NUMBER_TENSOR_BYTES
     return scratch, ()
 
 

@@ -49,12 +49,12 @@ def is_cast(log: CallLog, call: LoggedCall, source: int, result: int) -> bool:
     )
 
 
-def before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
+def without_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
     """Return the tensor that a tensor was cast from, through any number of casts, and the casts from the last to the
     first. Without casts: itself and an empty list."""
     casts = list[LoggedCall]()
     while (
-        (producer := log.maker(tensor)) is not None
+        (producer := log.producer_of(tensor)) is not None
         and producer.reads
         and is_cast(log, producer, producer.reads[0], tensor)
     ):
@@ -63,7 +63,7 @@ def before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
     return tensor, casts
 
 
-def drops_nothing(call: LoggedCall) -> bool:
+def is_inactive_dropout(call: LoggedCall) -> bool:
     """Return whether a call is a dropout that returns its input (MONAI puts such dropouts after each norm)."""
     if call.name not in _DROPOUTS or call.in_place or len(call.reads) != 1 or len(call.results) != 1:
         return False

@@ -23,12 +23,12 @@ from memplan.planning.capture.dice_groups import dice_cross_entropy
 from memplan.planning.capture.group_match import (
     CROSS_ENTROPY,
     Match,
-    before_casts,
-    drops_nothing,
     is_cast,
+    is_inactive_dropout,
     name_of_dtype,
+    without_casts,
 )
-from memplan.planning.capture.replaced_calls import UPDATED
+from memplan.planning.capture.replaced_calls import UPDATED_OPERANDS
 from memplan.planning.capture.softmax_groups import softmax_dropout
 from memplan.planning.graph.joint_graph import Ref
 from memplan.planning.graph.tensor_like import Like
@@ -120,7 +120,7 @@ def _group_of(log: CallLog, match: Match) -> Group:
         if n in log.calls and n not in match.in_place_inner_calls
     ):
         raise _NotReplaceable("a call in between changes a tensor in place")
-    updated_statistics = {tensor for name, (_, tensor) in match.operands.items() if name in UPDATED}
+    updated_statistics = {tensor for name, (_, tensor) in match.operands.items() if name in UPDATED_OPERANDS}
     between = [log.calls[n] for n in range(calls[0].number, last.number) if n in log.calls and n not in inside]
     if any(updated_statistics.intersection(call.reads) for call in between):
         raise _NotReplaceable(
@@ -180,7 +180,7 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
     match = Match("cross_entropy", calls, {}, {})
     tensor, reason, classes_moved = scores.value, "", False
     while True:
-        producer = log.maker(tensor)
+        producer = log.producer_of(tensor)
         if producer is None:
             return None
         if producer.name == "linear":
@@ -284,12 +284,12 @@ def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
         return None
     if call.name == "rms_norm":
         return _own_rms_norm(log, call)
-    product, casts = before_casts(log, call.results[0])
-    producer = log.maker(product)
+    product, casts = without_casts(log, call.results[0])
+    producer = log.producer_of(product)
     if producer is None or producer.name != "mul" or len(producer.reads) != 2:
         return None
     for scale, normalized in (producer.reads, producer.reads[::-1]):  # factors in either order
-        uncast, inner_casts = before_casts(log, normalized)
+        uncast, inner_casts = without_casts(log, normalized)
         recognized = _normalized(log, uncast)
         if recognized is None:
             continue
@@ -331,7 +331,7 @@ def _own_rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
 
 def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list[LoggedCall]] | None:
     """Recognize x · 1 / sqrt(mean(x²) + eps): return x, the first call that reads it, eps and the calls."""
-    producer = log.maker(tensor)
+    producer = log.producer_of(tensor)
     if producer is None or producer.name not in ("mul", "div") or len(producer.reads) != 2:
         return None
     for values, factor in (producer.reads, producer.reads[::-1]):
@@ -339,8 +339,8 @@ def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list
         if recognized is None:
             continue
         squared, eps, calls = recognized
-        x, casts_of_values = before_casts(log, values)
-        squared_x, casts_of_squared = before_casts(log, squared)
+        x, casts_of_values = without_casts(log, values)
+        squared_x, casts_of_squared = without_casts(log, squared)
         is_dividend = values == producer.reads[0]
         if x == squared_x and (producer.name == "mul" or is_dividend):
             calls = [*casts_of_values, *casts_of_squared, *calls, producer]
@@ -351,15 +351,15 @@ def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list
 
 def _root_mean_square(log: CallLog, tensor: int, *, inverse: bool) -> tuple[int, float, list[LoggedCall]] | None:
     """Recognize sqrt(mean(x²) + eps) over the last dimension, or its inverse: return x, eps and the calls."""
-    root, calls = before_casts(log, tensor)
-    producer = log.maker(root)
+    root, calls = without_casts(log, tensor)
+    producer = log.producer_of(root)
     if producer is None:
         return None
     calls.append(producer)
     is_root = producer.name == "sqrt" or (producer.name == "pow" and producer.args[1:] == (0.5,))
     is_inverse = producer.name == "rsqrt" or (producer.name == "pow" and producer.args[1:] == (-0.5,))
     if inverse and (producer.name == "reciprocal" or (producer.name == "rdiv" and producer.args[1:] in ((1,), (1.0,)))):
-        square_root = log.maker(producer.reads[0])
+        square_root = log.producer_of(producer.reads[0])
         if square_root is None or square_root.name != "sqrt":
             return None
         calls.append(square_root)
@@ -367,14 +367,14 @@ def _root_mean_square(log: CallLog, tensor: int, *, inverse: bool) -> tuple[int,
     is_wanted = is_inverse if inverse else is_root
     if not producer.reads or not is_wanted:
         return None
-    added = log.maker(producer.reads[0])
+    added = log.producer_of(producer.reads[0])
     if added is None or added.name != "add" or len(added.reads) != 1 or added.kwargs:
         return None
     eps = next((arg for arg in added.args if isinstance(arg, (int, float))), None)
-    mean = log.maker(added.reads[0])
+    mean = log.producer_of(added.reads[0])
     if eps is None or mean is None or not _is_mean_of_rows(log, mean):
         return None
-    square = log.maker(mean.reads[0])
+    square = log.producer_of(mean.reads[0])
     if square is None or not _is_square(square):
         return None
     return square.reads[0], float(eps), [*calls, added, mean, square]
@@ -423,7 +423,7 @@ def _gated(log: CallLog, call: LoggedCall) -> Match | None:
 def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], list[LoggedCall]] | None:
     """Recognize SiLU and GELU, from their result: return the kernel of the gated activation, the tensor that they read,
     the kernel's options and the calls."""
-    producer = log.maker(tensor)
+    producer = log.producer_of(tensor)
     if producer is None or not producer.reads or producer.in_place:
         return None
     if producer.name == "silu":
@@ -432,7 +432,7 @@ def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], li
         return "geglu", producer.reads[0], {"approximate": producer.kwargs.get("approximate", "none")}, [producer]
     if producer.name == "mul" and len(producer.reads) == 2:
         for gate, factor in (producer.reads, producer.reads[::-1]):  # SiLU(x) = x * sigmoid(x)
-            sigmoid = log.maker(factor)
+            sigmoid = log.producer_of(factor)
             if sigmoid is not None and sigmoid.name == "sigmoid" and sigmoid.reads == (gate,):
                 return "swiglu", gate, {}, [sigmoid, producer]
     return None
@@ -453,10 +453,10 @@ def _channel_norm(log: CallLog, call: LoggedCall) -> Match | None:
         return _norm_of_channels(log, call)
     if call.name not in _ACTIVATIONS or not call.reads:
         return None
-    dropouts, norm = list[LoggedCall](), log.maker(call.reads[0])
-    while norm is not None and drops_nothing(norm):
+    dropouts, norm = list[LoggedCall](), log.producer_of(call.reads[0])
+    while norm is not None and is_inactive_dropout(norm):
         dropouts.append(norm)
-        norm = log.maker(norm.reads[0])
+        norm = log.producer_of(norm.reads[0])
     if norm is None or norm.name not in _CHANNEL_NORMS or len(norm.results) != 1 or len(call.reads) > 1:
         return None
     match = _norm_of_channels(log, norm)

@@ -14,7 +14,7 @@ from memplan._bytes import round_to_blocks
 from memplan.kernels.launch import programs, without_data
 from memplan.planning.capture.allocation_probe import Allocations
 from memplan.planning.graph.joint_graph import peak_of
-from memplan.planning.graph.op_schema import KERNELS, NUMBERS, short
+from memplan.planning.graph.op_schema import KERNELS, NUMBER_TENSOR_BYTES, short
 from memplan.planning.graph.tensor_like import Like
 from memplan.trace.records import HOST
 
@@ -38,6 +38,6 @@ def kernel_scratch(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             results = _torch.run_kernel_of_ours(short(target), host_args, host_kwargs)
         del results
     if device.type == HOST:
-        return allocations.most("op") - allocations.left("op") + NUMBERS, ()
+        return allocations.peak_bytes("op") - allocations.remaining_bytes("op") + NUMBER_TENSOR_BYTES, ()
     requests = tuple(size if size < 0 else round_to_blocks(size) for size in allocations.temporaries("op"))
     return peak_of(requests), requests

@@ -26,7 +26,7 @@ from memplan._display import Printed
 from memplan.errors import DataDependentError, RecordingError
 from memplan.planning.capture.allocation_probe import Allocations
 from memplan.planning.graph.joint_graph import JointGraph
-from memplan.planning.graph.op_schema import NUMBERS
+from memplan.planning.graph.op_schema import NUMBER_TENSOR_BYTES
 from memplan.planning.graph.tensor_like import Like, is_dense
 from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.structure import Structure, take_apart
@@ -74,9 +74,9 @@ class OpaqueCall(Printed):
 
     def run(self, tensors: Sequence[torch.Tensor]) -> _torch.Recorded:
         """Call the function under autograd, which saves what its derivative needs."""
-        return _torch.Recorded(lambda inputs: self.called(inputs)[0], tensors, self.needs_gradient)
+        return _torch.Recorded(lambda inputs: self.call(inputs)[0], tensors, self.needs_gradient)
 
-    def called(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Structure]:
+    def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Structure]:
         """Call the function with these tensors and return the tensors of its output and their structure."""
         args, kwargs = self.arguments.rebuild(tensors)
         with self.autocast():
@@ -423,7 +423,7 @@ def _measure_memory(
 
     def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the call, and note the structure of its output."""
-        results, structure = call.called(tensors)
+        results, structure = call.call(tensors)
         structures.append(structure)
         return results
 
@@ -442,7 +442,7 @@ def _measure_memory(
             ]
             with allocations.span("derivative"), suppress(Exception):  # the step may never need this derivative
                 input_gradients = call.gradients(recorded, gradients)
-    remaining_bytes = allocations.left("call")  # results, and what is saved
+    remaining_bytes = allocations.remaining_bytes("call")  # results, and what is saved
     storages = [result.untyped_storage() for result in results]
     # Memory of numpy is not resizable, and not in `remaining_bytes`.
     result_bytes = sum(int(storage.nbytes()) for storage in storages if storage.resizable())
@@ -455,8 +455,10 @@ def _measure_memory(
         output_structure=structures[0],
         saved_bytes=max(0, remaining_bytes - result_bytes),
         saved_positions=saved_positions,
-        workspace=allocations.most("call") - remaining_bytes,
-        backward_workspace=(allocations.most("derivative") if any(needs_gradient) else 0) if real_tensors else None,
+        workspace=allocations.peak_bytes("call") - remaining_bytes,
+        backward_workspace=(allocations.peak_bytes("derivative") if any(needs_gradient) else 0)
+        if real_tensors
+        else None,
         gradient_likes=tuple(None if gradient is None else Like.of(gradient) for gradient in gradient_by_argument),
     )
     return call, results
@@ -504,7 +506,7 @@ def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | Non
         with allocations.span("derivative"):
             call.gradients(recorded, incoming)
         del tensors, results  # alive during the derivative, as in the step
-    return allocations.most("derivative")
+    return allocations.peak_bytes("derivative")
 
 
 # -- ops of the graph
@@ -520,9 +522,9 @@ def scratch(target: str, args: Sequence[Any]) -> int | None:
         return None
     call: OpaqueCall = _CALLS[args[-1]]
     if target == _torch.OPAQUE:
-        return call.workspace + NUMBERS
+        return call.workspace + NUMBER_TENSOR_BYTES
     result_bytes = sum(like.bytes for like in call.gradient_layouts)
-    return max(_backward_workspace(call, args[1]) + NUMBERS - result_bytes, -call.saved_bytes)
+    return max(_backward_workspace(call, args[1]) + NUMBER_TENSOR_BYTES - result_bytes, -call.saved_bytes)
 
 
 def title_of(target: str, args: Sequence[Any]) -> str:
@@ -533,14 +535,14 @@ def title_of(target: str, args: Sequence[Any]) -> str:
     return call.title if target == _torch.OPAQUE else f"the gradient of {call.title}"
 
 
-def is_foreign(target: str) -> bool:
+def is_library_op(target: str) -> bool:
     """Return whether an op belongs to a library other than torch, and so may draw random numbers unseen."""
     return target.split(".")[0] not in ("aten", "prim", "prims", "memplan")
 
 
-def foreign(graph: JointGraph) -> tuple[str, ...]:
+def notes_on_library_ops(graph: JointGraph) -> tuple[str, ...]:
     """Return a plan's notes on ops of other libraries, one for each op and place."""
-    ops = [op for op in graph.forward_ops if is_foreign(op.target)]
+    ops = [op for op in graph.forward_ops if is_library_op(op.target)]
     places = [", ".join(part for part in (op.layer, op.where or "") if part) for op in ops]
     names = [f"{op.target} ({place})" if place else op.target for op, place in zip(ops, places, strict=True)]
     return tuple(

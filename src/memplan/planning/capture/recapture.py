@@ -33,7 +33,7 @@ def recapture_in_channels_last(
     graph = captured.graph
     convolutions = [op for op in graph.forward_ops if op.target == "aten.convolution.default"]
     images = (graph.values[op.args[0].value] for op in convolutions)
-    if captured.opaque or not any(len(x.shape) in _FORMATS and not _is_channels_last(x) for x in images):
+    if captured.opaque_calls or not any(len(x.shape) in _FORMATS and not _is_channels_last(x) for x in images):
         return None
     flops = {op.index: work_of(graph, op).flops for op in graph.forward_ops}
     if sum(flops[op.index] for op in convolutions) < MIN_CONVOLUTION_SHARE * sum(flops.values()):

@@ -15,7 +15,7 @@ from memplan import _torch
 from memplan.planning.capture.call_log import name_of
 from memplan.planning.ops.kernel_group import Group, Operand
 
-UPDATED = frozenset(("running_mean", "running_var"))
+UPDATED_OPERANDS = frozenset(("running_mean", "running_var"))
 """Operands that a kernel changes in place, as the call that it replaces would."""
 
 
@@ -49,7 +49,7 @@ class ReplacedCalls:
         self._replaced = set[int]()
         """Numbers of the last calls that kernels replaced in this pass."""
 
-    def check(self) -> None:
+    def refuse_missing_calls(self) -> None:
         """Check that every group was replaced in the last pass. Raises GroupGone."""
         for group in self.groups:
             if group.last not in self._replaced:
@@ -63,7 +63,7 @@ class ReplacedCalls:
                 if operand.leaf >= len(leaves):
                     raise GroupGone(f"call {number} reads fewer tensors", group)
                 self._tensors.setdefault(group.last, {})[operand.name] = leaves[operand.leaf]
-                if operand.name in UPDATED:  # the kernel changes it, so the call must not
+                if operand.name in UPDATED_OPERANDS:  # the kernel changes it, so the call must not
                     args, kwargs = _with_copy(leaves[operand.leaf], args, kwargs)
         if number in self._group_by_reshape:
             self._reshape_hidden(self._group_by_reshape[number], func, args, kwargs)

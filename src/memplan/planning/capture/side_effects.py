@@ -161,18 +161,18 @@ class Watch:
         """(name, state in the snapshot, get_state, set_state) of the global generators."""
         self.printed = CapturedOutput()
         """What forward() writes to the terminal."""
-        self.seeded: str | None = None
+        self.seeded_at: str | None = None
         """Line at which forward() first set torch's random state, if it did."""
 
     def seeding(self) -> AbstractContextManager[None]:
         """Return a context that observes where forward() sets torch's random state."""
 
         def note_line() -> None:
-            self.seeded = self.seeded or format_frame(user_frame()) or "an unknown place"
+            self.seeded_at = self.seeded_at or format_frame(user_frame()) or "an unknown place"
 
         return _torch.seeding_seen(note_line)
 
-    def changes(self) -> list[str]:
+    def changed_attributes(self) -> list[str]:
         """Return the names of the attributes that differ from the snapshot."""
         return [
             f"{name}.{key}" if name else key
@@ -186,7 +186,7 @@ class Watch:
         name, _, key = attribute.rpartition(".")
         return self._attributes[name].has_changed(key)
 
-    def draws(self) -> list[str]:
+    def drawn_generators(self) -> list[str]:
         """Return the names of the generators of Python and numpy that were drawn from."""
         return [name for name, before, get_state, _ in self._generators if not _same(before, get_state())]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from memplan.planning.capture.call_log import CallLog, LoggedCall
-from memplan.planning.capture.group_match import Match, before_casts, drops_nothing, is_cast, name_of_dtype
+from memplan.planning.capture.group_match import Match, is_cast, is_inactive_dropout, name_of_dtype, without_casts
 from memplan.planning.graph.joint_graph import Ref
 
 _DROPOUT = ("input", "p", "training", "inplace")
@@ -20,15 +20,15 @@ def softmax_dropout(log: CallLog, call: LoggedCall) -> Match | None:
     if len(call.results) != 1 or call.in_place:
         return None
     calls, options, tensor = list[LoggedCall](), {}, call.results[0]
-    if call.name == "dropout" and not drops_nothing(call):
+    if call.name == "dropout" and not is_inactive_dropout(call):
         named = call.named(_DROPOUT)
         p = named.get("p", 0.5)
         if len(call.reads) != 1 or not isinstance(p, float | int) or named.get("inplace"):
             return None
         options["p"], tensor = float(p), call.reads[0]
         calls.append(call)
-    while (producer := log.maker(tensor)) is not None and producer.reads:
-        if not drops_nothing(producer) and not is_cast(log, producer, producer.reads[0], tensor):
+    while (producer := log.producer_of(tensor)) is not None and producer.reads:
+        if not is_inactive_dropout(producer) and not is_cast(log, producer, producer.reads[0], tensor):
             break
         calls.append(producer)
         tensor = producer.reads[0]
@@ -67,21 +67,21 @@ def _add_scores(log: CallLog, match: Match, softmax: LoggedCall) -> None:
         match.calls.extend(calls)
         reader, tensor = (calls[-1] if calls else reader), source
 
-    step_back(*before_casts(log, tensor))
-    masked = log.maker(tensor)
+    step_back(*without_casts(log, tensor))
+    masked = log.producer_of(tensor)
     mask = None if masked is None or masked.in_place else _mask(log, masked, tensor)
     if masked is not None and mask is not None:
         x, mask_tensor, fill = mask
         match.operands["mask"] = masked, mask_tensor
         match.options |= {} if fill in (None, -math.inf) else {"fill": fill}  # -inf is the kernel's default
         step_back(x, [masked])
-        step_back(*before_casts(log, tensor))
-    scaled = log.maker(tensor)
+        step_back(*without_casts(log, tensor))
+    scaled = log.producer_of(tensor)
     factor = None if scaled is None or scaled.in_place else _factor(scaled)
     if scaled is not None and factor is not None:
         match.options["scale"] = factor
         step_back(scaled.reads[0], [scaled])
-        step_back(*before_casts(log, tensor))
+        step_back(*without_casts(log, tensor))
     match.operands["x"] = reader, tensor
 
 

@@ -67,11 +67,11 @@ class Shapes:
         self._module, self._kind_of, self._precision, self._channels_last = module, kind, precision, channels_last
         self._families: dict[Hashable, _SizeFamily] = {}
 
-    def known(self, call: Call) -> None:
+    def record_sizes(self, call: Call) -> None:
         """Record the sizes of a call that is captured elsewhere."""
         self._family_of(call).seen.append(_sizes(call))
 
-    def captured(self, call: Call) -> Captured:
+    def capture(self, call: Call) -> Captured:
         """Capture a call as `capture` does, or derive its graph from the template of calls of other sizes."""
         family = self._family_of(call)
         captured = None if family.template is None else family.template.at(call)

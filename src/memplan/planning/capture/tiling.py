@@ -40,12 +40,12 @@ class Tiling:
 
     def __init__(self, tiles: Sequence[Tile], model: nn.Module) -> None:
         self.tiles, self._model = tiles, model
-        self.registered: list[Tiled] = []
+        self.registered_tiles: list[Tiled] = []
         """Tiles of the last pass: their ops find them while they live."""
         self._read_in_last_pass = set[tuple[int, int]]()
         """Results of segments that a later call read in the pass before; keys as in `_replacements`."""
         self._first_pass = True
-        self.in_place = set[int]()
+        self.in_place_calls = set[int]()
         """Numbers of the calls outside of segments that change an operand that depends on data."""
         self.begin_pass()
 
@@ -53,7 +53,7 @@ class Tiling:
         """Begin a pass of the trace."""
         self._static: dict[int, Tensor] | None = None
         """See `_static_tensors`; None: not read yet."""
-        self.registered = []
+        self.registered_tiles = []
         self._recorder: Recorder | None = None
         """Recording of the current segment; None before its first call that reads data, and outside of segments."""
         self._finished: list[tuple[int, Recorder]] = []
@@ -103,18 +103,18 @@ class Tiling:
         operands, static = ChangedTensors(func, args, kwargs), self._static_tensors()
         if index is None:
             result = func(*args, **kwargs)
-            changed = operands.after()
+            changed = operands.changed_operands()
             changes_data = any(id(tensor) not in static for tensor in changed)
             if changes_data:
-                self.in_place.add(number)
+                self.in_place_calls.add(number)
                 self._forget_recordings_of(changed)
             self._refuse_changes_of_operands((*changed, *updated_statistics(func, args, kwargs)))
             return result
-        if all(id(tensor) in static for tensor in operands.tensors):  # the same for each piece: runs once, as it is
+        if all(id(tensor) in static for tensor in operands.operands):  # the same for each piece: runs once, as it is
             result = func(*args, **kwargs)
-            if self._recorder is not None and any(map(self._recorder.reads, operands.after())):
+            if self._recorder is not None and any(map(self._recorder.reads, operands.changed_operands())):
                 raise NotTileable("the segment changes a buffer that it read before")
-            self._refuse_changes_of_operands(operands.after())
+            self._refuse_changes_of_operands(operands.changed_operands())
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
             result = self._run_recorded(func, args, kwargs, repeats)
@@ -204,7 +204,7 @@ class Tiling:
             raise NotTileable("a batch norm updates statistics that are not over the axis")
         if any(id(_torch.viewed(source)) in norm_by_statistic for source in recorder.sources.values()):
             raise NotTileable("the segment reads running statistics that it updates")
-        self.registered.append(tiled)
+        self.registered_tiles.append(tiled)
         outputs = TracedTile.apply(key, *recorder.sources.values())  # results, then statistics of batch norms
         for (position, tensor), output in zip(read_results, outputs, strict=False):  # without the statistics
             self._replacements[id(tensor)] = tensor, output, (index, position)
@@ -257,7 +257,7 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
     if target not in TILE_OPS:
         return None
     layouts = _torch.tree_map(lambda leaf: Like.of(leaf) if isinstance(leaf, Tensor) else leaf, args)
-    cached, key = tile_of(args[-1]).scratch, (target, repr(layouts))
+    cached, key = tile_of(args[-1]).measured_workspaces, (target, repr(layouts))
     if key not in cached:  # kept for further captures with this tile
         cached[key] = _measured_scratch(target, args)
     return cached[key]
@@ -276,4 +276,4 @@ def _measured_scratch(target: str, args: Sequence[Any]) -> int:
         with allocations.span("op"):
             results = run(*arguments[:-1], pieces)  # pyright: ignore[reportCallIssue]
         del results
-    return allocations.most("op") - allocations.left("op")
+    return allocations.peak_bytes("op") - allocations.remaining_bytes("op")

@@ -19,7 +19,7 @@ import torch
 from memplan import _torch
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.graph.joint_graph import JointGraph, map_refs
-from memplan.planning.graph.op_schema import CHUNKED, NUMBERS
+from memplan.planning.graph.op_schema import CHUNKED, NUMBER_TENSOR_BYTES
 from memplan.planning.levers.chunk_convolutions import CONVOLUTION, meta_tensor
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
 from memplan.trace.records import HOST
@@ -60,11 +60,11 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
     for index, call in calls.items():
         workspace = _known.get(_key(call))
         if workspace is not None:  # and 0-d tensors for numbers among the arguments
-            ops[index] = replace(ops[index], scratch=workspace + NUMBERS)
+            ops[index] = replace(ops[index], scratch=workspace + NUMBER_TENSOR_BYTES)
     return replace(graph, ops=tuple(ops))
 
 
-def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
+def with_measured_workspaces(semantics: Semantics, limit: float = math.inf) -> Semantics:
     """Return the semantics of a recording on the CPU with measured workspaces of convolutions and reduced-precision
     products, in place of their formulas.
 
@@ -80,7 +80,7 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
         """Return the buffers that a call allocates in addition to its results."""
         nonlocal measuring_seconds
         begin = time.perf_counter()
-        size = measured(name, args, kwargs, measure_new=measuring_seconds < limit)
+        size = measured_workspace(name, args, kwargs, measure_new=measuring_seconds < limit)
         measuring_seconds += time.perf_counter() - begin
         if size is None:  # not measured: its formula counts
             return semantics.temporaries(name, args, kwargs, result, in_backward)
@@ -89,7 +89,9 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
     return replace(semantics, temporaries=temporaries)
 
 
-def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, measure_new: bool = True) -> int | None:
+def measured_workspace(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, measure_new: bool = True
+) -> int | None:
     """Return the workspace of a call in bytes; None for an op that goes by its formula.
 
     Args:

@@ -31,7 +31,7 @@ from memplan.trace.semantics.kinds import Temporary, WorkspaceQuery
 
 
 @dataclass(frozen=True)
-class OnCard:
+class CardWorkspaces:
     """A graph with the workspaces of a card's kernels."""
 
     graph: JointGraph
@@ -39,7 +39,7 @@ class OnCard:
     workspace_by_op: Mapping[int, int]
     """Bytes of workspaces that libraries keep allocated from their first call on, by index of the op that calls them
     first."""
-    expected: Mapping[int, ExpectedScratch] = field(default_factory=dict)
+    expected_scratch: Mapping[int, ExpectedScratch] = field(default_factory=dict)
     """Possible workspaces, by index of the op, where a model of cuDNN's choice predicts them."""
 
 
@@ -47,12 +47,12 @@ class OnCard:
 class ExpectedScratch:
     """The possible workspaces of an op, with their probabilities."""
 
-    asked: tuple[WorkspaceQuery, ...]
+    queries: tuple[WorkspaceQuery, ...]
     """Questions to cuDNN: ops with equal questions have equal workspaces."""
     sizes: ExpectedWorkspace
 
 
-def on_card(graph: JointGraph, device: Device) -> OnCard:
+def with_card_workspaces(graph: JointGraph, device: Device) -> CardWorkspaces:
     """Return a captured graph with the workspaces of its ops on a card.
 
     Args:
@@ -79,7 +79,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
             continue
         scratch = _scratch(graph, op, temporaries, cudnn_bytes)
         requests, before_results = _requests(temporaries)
-        ops.append(replace(op, scratch=scratch, requests=requests, early_requests=before_results))
+        ops.append(replace(op, scratch=scratch, requests=requests, requests_before_results=before_results))
         queries = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query in expected_bytes)
         uncertain = {query: expected_bytes[query] for query in queries if query is not None}
         if uncertain:  # the scratch of each combination of possible workspaces
@@ -92,7 +92,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
             ordered = sorted(probabilities)
             workspace = ExpectedWorkspace(scratch, tuple(ordered), tuple(probabilities[size] for size in ordered))
             expected[op.index] = ExpectedScratch(tuple(uncertain), workspace)
-    return OnCard(
+    return CardWorkspaces(
         replace(graph, ops=tuple(ops)), {index: size for index, size in workspace_by_op.items() if size}, expected
     )
 
@@ -153,24 +153,24 @@ def _requests(temporaries: Sequence[Temporary]) -> tuple[tuple[int, ...], int]:
     return (*sizes, *frees), sum(temporary.first for temporary in temporaries)
 
 
-def libraries(graph: JointGraph, home: Home) -> Mapping[int, int]:
+def library_workspaces(graph: JointGraph, home: Home) -> Mapping[int, int]:
     """Return the bytes of workspaces that libraries keep allocated on a step's device, by index of the op whose call
     allocates them; none on the CPU."""
-    return {} if home.card is None else on_card(graph, home.card).workspace_by_op
+    return {} if home.card is None else with_card_workspaces(graph, home.card).workspace_by_op
 
 
 _known: dict[tuple[str, bool, bool], dict[str, int | None]] = {}
 """Measured bytes by (card, cuDNN settings) and call; None for calls that failed."""
 
 
-def known(place: str) -> dict[str, int | None]:
+def measured_workspaces(place: str) -> dict[str, int | None]:
     """Return the bytes of the workspaces measured on a card in this process under the current cuDNN settings, by
     `KernelCall.key`; None for calls that failed."""
     cudnn = torch.backends.cudnn
     return _known.setdefault((place, cudnn.benchmark, cudnn.deterministic), {})
 
 
-def measure(place: str, calls: Iterable[KernelCall]) -> None:
+def measure_workspaces(place: str, calls: Iterable[KernelCall]) -> None:
     """Measure the workspaces of calls on a card. Each runs once on zeros, without a time limit, so that all candidates
     of a search are compared by measured workspaces.
 
@@ -178,7 +178,7 @@ def measure(place: str, calls: Iterable[KernelCall]) -> None:
         place: torch's name of the card.
         calls: calls of torch's own kernels.
     """
-    workspaces = known(place)
+    workspaces = measured_workspaces(place)
     with isolated(place):
         for call in calls:
             try:
@@ -210,7 +210,7 @@ def _temporaries_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[T
     args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
     kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))
     outputs = [None if value is None else meta_tensor(graph.values[value]) for value in op.outputs]
-    result = outputs if op.multiple else outputs[0]
+    result = outputs if op.returns_tuple else outputs[0]
     # a planned backward pass runs in the caller's thread, so both passes share a library's handle
     in_backward = False
     try:

@@ -26,7 +26,7 @@ AS_MODELLED: Known = lambda semantics: semantics  # noqa: E731
 
 
 def baseline(
-    model: nn.Module, call: Call, optimizer: Optimizer | None, *, held: bool, home: Home | None = None,
+    model: nn.Module, call: Call, optimizer: Optimizer | None, *, gradients_exist: bool, home: Home | None = None,
     known: Known = AS_MODELLED,
 ) -> tuple[Trace, Timeline]:  # fmt: skip
     """Record two eager steps of the model under the current autocast, without allocating memory.
@@ -60,7 +60,7 @@ def baseline(
 
         def step() -> None:
             """Run a training step."""
-            if not held:  # else backward adds to the gradients of the step before
+            if not gradients_exist:  # else backward adds to the gradients of the step before
                 module.zero_grad()
             with autocast():
                 output = module(*args, **kwargs)

@@ -22,7 +22,16 @@ from memplan._interrupts import safe_point
 from memplan.devices import Device
 from memplan.errors import UsageError
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value, map_refs, recomputable, refs
+from memplan.planning.graph.joint_graph import (
+    GraphOp,
+    JointGraph,
+    Ref,
+    SavedForm,
+    Value,
+    map_refs,
+    recomputable_values,
+    refs,
+)
 from memplan.planning.graph.op_schema import KERNELS
 from memplan.planning.graph.roofline import Work
 from memplan.planning.graph.tensor_like import spanned_elements
@@ -57,7 +66,7 @@ _REQUESTED = "requested_bytes.all.peak"
 
 def with_costs(
     graph: JointGraph, *, device: Device | None = None, how: How = "measured",
-    known: Mapping[str, float] | None = None, on: str = "cpu", limit: float | None = None,
+    known: Mapping[str, float] | None = None, place: str = "cpu", limit: float | None = None,
 ) -> JointGraph:  # fmt: skip
     """Return the graph with the seconds of its ops and encodings.
 
@@ -79,10 +88,10 @@ def with_costs(
         seconds = {key: rates.seconds(work) for key, work in costs.work_by_signature.items()}
     else:
         unknown = [key for key in _measuring_order(graph, costs) if key not in known]
-        measured = _measure_until(graph, costs, unknown, on, seconds_to_measure(on) if limit is None else limit)
+        measured = _measure_until(graph, costs, unknown, place, seconds_to_measure(place) if limit is None else limit)
         known_here = {key: known_seconds for key, known_seconds in known.items() if key in costs.work_by_signature}
         seconds = _estimate_missing(measured | known_here, costs.work_by_signature)
-    scratch = _measurements_on(on).scratch  # measured when the ops were timed on a card
+    scratch = _measurements_on(place).scratch  # measured when the ops were timed on a card
     if scratch:
         ops = list[GraphOp]()
         for op in graph.ops:
@@ -93,9 +102,9 @@ def with_costs(
     return _with_seconds(graph, costs, {**seconds, **known})
 
 
-def seconds_to_measure(on: str) -> float:
+def seconds_to_measure(place: str) -> float:
     """Return the limit on measuring in seconds. ``place``: torch's name of the device."""
-    return LIMIT if torch.device(on).type == "cpu" else CARD_LIMIT
+    return LIMIT if torch.device(place).type == "cpu" else CARD_LIMIT
 
 
 def costs_of(graph: JointGraph) -> dict[str, float]:
@@ -108,23 +117,23 @@ def step_seconds(graph: JointGraph) -> float:
     return sum(op.seconds for op in graph.ops)
 
 
-def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
+def unmeasured(graph: JointGraph, place: str = "cpu") -> dict[str, str]:
     """Return the reasons why ops of the graph could not be measured in this process, by `signature`."""
-    refused = _measurements_on(on).refusals
+    refused = _measurements_on(place).refusals
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
 
 
-def failing(graph: JointGraph, targets: Collection[str], on: str) -> dict[str, str]:
+def errors_on_device(graph: JointGraph, targets: Collection[str], place: str) -> dict[str, str]:
     """Return the targets among ``targets`` whose ops do not run on a device, with the first line of the error. Each op
     runs once, unless it was measured. ``place``: torch's name of the device."""
-    measured, reasons = _measurements_on(on).seconds, dict[str, str]()
+    measured, reasons = _measurements_on(place).seconds, dict[str, str]()
     for op in graph.ops:
         if op.target not in targets or op.target in reasons or signature(graph, op) in measured:
             continue
         try:
-            with isolated(on):
-                _synthetic_call(graph, (op.target, op.args, op.kwargs), on)()
+            with isolated(place):
+                _synthetic_call(graph, (op.target, op.args, op.kwargs), place)()
         except torch.AcceleratorError:  # sticky: nothing runs on the card any more
             raise
         except Exception as error:  # any error of a compiler or a driver, and out of memory
@@ -191,8 +200,8 @@ def _form_keys(graph: JointGraph, form: SavedForm) -> tuple[str, str, str]:
     """Return three signatures for the costs of an encoding: of storing it, of fetching the value from it, and of all
     ops that read the encoding itself instead of the value."""
     store_verb, fetch_verb = registry.find(form.lever).verbs
-    encoding = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
-    return f"{store_verb} {encoding}", f"{fetch_verb} {encoding}", f"{len(form.direct)} direct {encoding}"
+    encoding = f"{form.codec or form.lever}({_tensor_text(graph.values[form.value])})"
+    return f"{store_verb} {encoding}", f"{fetch_verb} {encoding}", f"{len(form.direct_readers)} direct {encoding}"
 
 
 def _form_calls(graph: JointGraph, form: SavedForm) -> tuple[tuple[_TimedCall, ...], ...]:
@@ -200,9 +209,9 @@ def _form_calls(graph: JointGraph, form: SavedForm) -> tuple[tuple[_TimedCall, .
     that is impossible), and of all ops that read the encoding itself."""
     lever = registry.find(form.lever)
     store = (_TimedCall(lever.store(graph, form)),)
-    fetch = (_TimedCall(lever.fetch(graph, form)),) if form.whole else ()
+    fetch = (_TimedCall(lever.fetch(graph, form)),) if form.can_restore_value else ()
     readers: list[_TimedCall] = []
-    for op in (graph.ops[index] for index in form.direct):
+    for op in (graph.ops[index] for index in form.direct_readers):
         reads_encoding = lever.read_directly(graph, form, op, in_place=False)
         reads_value = (op.target, op.args, op.kwargs)
         readers.append(_TimedCall(reads_encoding, replaced=reads_value))
@@ -264,7 +273,7 @@ class _Costs:
         for form in _computed_forms(graph):
             store_key, fetch_key, direct_readers_key = _form_keys(graph, form)
             seconds[store_key], seconds[fetch_key] = form.store_seconds, form.fetch_seconds
-            seconds[direct_readers_key] = form.direct_seconds
+            seconds[direct_readers_key] = form.direct_reader_extra_seconds
         return seconds
 
     def roofline_seconds(self) -> dict[str, float]:
@@ -288,7 +297,7 @@ def _with_seconds(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]
     for form in graph.forms:
         if not form.is_copied:
             store, fetch, direct_readers = (seconds[key] for key in _form_keys(graph, form))
-            form = replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct_readers)
+            form = replace(form, store_seconds=store, fetch_seconds=fetch, direct_reader_extra_seconds=direct_readers)
         forms.append(form)
     return replace(graph, ops=tuple(map(op_with_seconds, graph.ops)), forms=tuple(forms))
 
@@ -343,7 +352,7 @@ def _measuring_order(graph: JointGraph, costs: _Costs) -> list[str]:
     First ops whose results may be recomputed, then encodings and other ops of the forward pass, then the backward pass;
     the longest by roofline first in each.
     """
-    may_recompute, roofline_seconds = recomputable(graph), costs.roofline_seconds()
+    may_recompute, roofline_seconds = recomputable_values(graph), costs.roofline_seconds()
     ranks = dict.fromkeys(costs.calls_by_signature, 1)
     for op in _calls(graph):
         is_recomputable = op.cheaper_recompute is None and any(value in may_recompute for value in op.makes)
@@ -392,9 +401,9 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], place: str
 
 
 @contextmanager
-def isolated(on: str) -> Iterator[None]:
+def isolated(place: str) -> Iterator[None]:
     """Run kernels without gradients and autocast within this context, and restore the card's random state after it."""
-    device = torch.device(on)
+    device = torch.device(place)
     on_cpu = device.type == "cpu"  # there, measurements draw from a generator of their own
     forked = nullcontext() if on_cpu else torch.random.fork_rng([device], device_type=device.type)
     with forked, torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -432,18 +441,18 @@ def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
     return min(times)
 
 
-def workspace_on(on: str, call: Callable[[], Any]) -> int:
+def workspace_on(place: str, call: Callable[[], Any]) -> int:
     """Return the workspace of a call on a card in bytes: its peak, less what stays allocated after it.
 
     A large block can be up to 1 MiB longer than its request (CUDACachingAllocator.cpp, `should_split`), by what was
     freed before. So requests are counted, each temporary rounded to whole blocks. The caching allocator counts them;
     others count allocated bytes alone.
     """
-    torch.cuda.reset_peak_memory_stats(on)
-    before = torch.cuda.memory_stats(on)
+    torch.cuda.reset_peak_memory_stats(place)
+    before = torch.cuda.memory_stats(place)
     result = call()
-    workspace = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)
-    after = torch.cuda.memory_stats(on)
+    workspace = torch.cuda.max_memory_allocated(place) - torch.cuda.memory_allocated(place)
+    after = torch.cuda.memory_stats(place)
     del result  # not before: results must count as allocated above
     if not workspace or _REQUESTED not in after:
         return workspace

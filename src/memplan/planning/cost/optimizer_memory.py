@@ -12,11 +12,11 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import InputError, MemplanError
-from memplan.planning.cost.cuda_workspace import libraries
+from memplan.planning.cost.cuda_workspace import library_workspaces
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 from memplan.planning.ops.eight_bit_moments import EightBitMoments, has_counterpart
 from memplan.planning.ops.packed_masters import PackedMasters
 from memplan.simulation.simulate import live_at, simulate
@@ -35,18 +35,18 @@ _TensorLayout = tuple[tuple[int, ...], tuple[int, ...], str]
 class Update:
     """Bytes of an optimizer's update."""
 
-    state: int
+    state_bytes: int
     """Bytes of the optimizer's state."""
-    most: int
+    peak_bytes: int
     """Peak bytes that an update allocates in addition to parameters, gradients and state."""
-    packed: int = 0
+    packed_half_bytes: int = 0
     """Bytes of the state that are low halves of master weights."""
     moments_fit_8_bits: bool = False
     """Whether there is a counterpart of the optimizer with moments in 8 bits."""
 
 
 def memory_outside_graph(
-    model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, gradients: GradientUse = STAYS, *,
+    model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, gradients: GradientUse = KEPT_UNTIL_UPDATE, *,
     home: Home | None = None, loss_bytes_ratio: Fraction = _NOTHING, tensors: Mapping[int, torch.Tensor] | None = None,
 ) -> OutsideMemory:  # fmt: skip
     """Return the memory that a plan cannot change: optimizer state, accumulated gradients, workspaces of libraries.
@@ -69,9 +69,9 @@ def memory_outside_graph(
     trained_names, other_bytes = {value.path for value in trained}, dict[Cause, int]()
     # parameters that get their gradients in other steps
     idle_parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in trained_names]
-    if gradients.adds:
+    if gradients.accumulates:
         other_bytes["parameter_gradient"] = sum(home.allocated(p.numel() * p.element_size()) for p in idle_parameters)
-    workspace_by_op = libraries(graph, home)
+    workspace_by_op = library_workspaces(graph, home)
     if workspace_by_op:
         other_bytes["workspace"] = sum(workspace_by_op.values())
     if optimizer is None:
@@ -84,20 +84,20 @@ def memory_outside_graph(
     update = update_of(optimizer, layouts, home)
     idle_layouts = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
     update_with_idle = update_of(optimizer, [*layouts, *idle_layouts], home) if idle_parameters else update
-    other_bytes["optimizer_state"] = update_with_idle.state - update.state
+    other_bytes["optimizer_state"] = update_with_idle.state_bytes - update.state_bytes
     moment_bytes_saved = 0
     if isinstance(optimizer, EightBitMoments):
-        moment_bytes_saved = update_of(optimizer.exact, layouts, home).state - update.state
+        moment_bytes_saved = update_of(optimizer.exact, layouts, home).state_bytes - update.state_bytes
     update_bytes = dict[int, int]()
-    if gradients.updates:  # each parameter is updated by itself
+    if gradients.updates_early:  # each parameter is updated by itself
         update_by_layout = {layout: update_of(optimizer, [layout], home) for layout in dict.fromkeys(layouts)}
         pairs = zip(parameters, layouts, strict=True)
-        update_bytes = {value.id: update_by_layout[layout].most for value, layout in pairs}
+        update_bytes = {value.id: update_by_layout[layout].peak_bytes for value, layout in pairs}
     return OutsideMemory(
-        state=update.state, packed=update.packed, moment_bytes_saved=moment_bytes_saved,
-        moments_fit_8_bits=update.moments_fit_8_bits,
+        state_bytes=update.state_bytes, packed_half_bytes=update.packed_half_bytes,
+        moment_bytes_saved=moment_bytes_saved, moments_fit_8_bits=update.moments_fit_8_bits,
         # idle parameters are updated only if they have gradients of other micro-batches
-        update=(update_with_idle if gradients.adds else update).most,
+        update_bytes=(update_with_idle if gradients.accumulates else update).peak_bytes,
         update_by_parameter=update_bytes, other_bytes=other_bytes, workspace_by_op=workspace_by_op,
         loss_bytes=loss_bytes, home=home, addresses=addresses,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
         InputError: the optimizer refuses its parameters, or its step cannot be recorded.
     """
     if not shapes:
-        return Update(state=0, most=0)
+        return Update(state_bytes=0, peak_bytes=0)
 
     home = home or Home()
     packed, moments_fit_8_bits = 0, False

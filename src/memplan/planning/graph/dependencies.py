@@ -11,9 +11,9 @@ def must_precede(graph: JointGraph) -> dict[int, set[int]]:
     maker = {value: op.index for op in graph.backward_ops for value in op.makes}
     before, last_in_fixed_order = dict[int, set[int]](), set[int]()
     for op in sorted(graph.backward_ops, key=lambda op: op.index):
-        reads = {graph.base(value) for value in (*refs((op.args, op.kwargs)), *op.reads, *op.holds)}
+        reads = {graph.base(value) for value in (*refs((op.args, op.kwargs)), *op.reads, *op.held_values)}
         before[op.index] = {maker[value] for value in reads if value in maker} - {op.index}
-        if op.random or op.once:
+        if op.random or op.must_run_once:
             before[op.index] |= last_in_fixed_order
             last_in_fixed_order = {op.index}
     return before

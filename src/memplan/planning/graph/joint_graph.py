@@ -68,13 +68,13 @@ class Value:
         return self.base != self.id
 
     @property
-    def held(self) -> bool:
+    def kept_by_backward(self) -> bool:
         """Whether its memory stays allocated after a schedule frees it: ``backward()`` itself holds the gradient of a
         0-d output, such as a loss, until it returns."""
         return self.kind == "tangent" and not self.shape
 
     @property
-    def own_bytes(self) -> int:
+    def contiguous_bytes(self) -> int:
         """Bytes of a contiguous copy of it, or of its gradient: from shape and dtype alone, also for views."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
@@ -93,7 +93,7 @@ class GraphOp:
     phase: Phase
     outputs: tuple[int | None, ...]
     """Ids of the results in order; None for a result that nothing reads or that is no tensor."""
-    multiple: bool
+    returns_tuple: bool
     """Whether the call returns a tuple of tensors, not a tensor."""
     reads: tuple[int, ...]
     """Bases of the tensors that its kernel really reads: without arguments that a mask makes unused."""
@@ -113,21 +113,21 @@ class GraphOp:
     seconds: float = 0.0
     random: bool = False
     """Whether it draws random numbers: such ops are never recomputed."""
-    once: bool = False
+    must_run_once: bool = False
     """Whether it must not be recomputed for another reason: it has a side effect, or is not deterministic."""
     layer: str = ""
     where: str | None = None
     """``file:line`` of the user's code; for a backward op, that of its forward op."""
     gradient_of: int | None = None
     """Index of the forward op whose derivative a backward op computes; None if unknown, and for forward ops."""
-    scratch_into: int | None = None
+    in_place_scratch: int | None = None
     """``scratch`` if its first result overwrites an operand piece by piece; None: the same as ``scratch``."""
     requests: tuple[int, ...] = ()
     """The requests whose peak is ``scratch``, in order: a number above 0 of bytes, or below 0 to free the memory of the
     request with that number, from 1; (): a single request."""
-    early_requests: int = 0
+    requests_before_results: int = 0
     """How many of ``requests``, from the first on, are made before the results are allocated."""
-    holds: tuple[int, ...] = ()
+    held_values: tuple[int, ...] = ()
     """Ids of values that it reads through a reference of its own, not its arguments: they are neither recomputed nor
     encoded."""
     call: int | None = None
@@ -144,7 +144,7 @@ class GraphOp:
     @property
     def scratch_saved(self) -> int:
         """Bytes of scratch that it saves if its first result overwrites an operand; can be negative."""
-        return 0 if self.scratch_into is None else self.scratch - self.scratch_into
+        return 0 if self.in_place_scratch is None else self.scratch - self.in_place_scratch
 
     @property
     def is_view(self) -> bool:
@@ -152,7 +152,7 @@ class GraphOp:
 
         An op with a side effect and no result (a check of a matrix) is no view.
         """
-        return not self.makes and not self.discarded and not self.once
+        return not self.makes and not self.discarded and not self.must_run_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,24 +169,24 @@ class SavedForm:
     """Id of the forward value."""
     encoded: int
     """Id of the saved form, a value of kind ``encoded`` or ``host``: its bytes are live between the passes."""
-    how: str = ""
+    codec: str = ""
     """Further data of the lever: the name of a codec."""
     store_seconds: float = 0.0
     fetch_seconds: float = 0.0
     store_scratch: int = 0
     fetch_scratch: int = 0
     """Bytes of workspace of each action, in addition to the values it reads and makes."""
-    whole: bool = True
+    can_restore_value: bool = True
     """Whether the value can be fetched from it. If not, it only serves its ``direct_readers`` readers."""
-    direct: tuple[int, ...] = ()
+    direct_readers: tuple[int, ...] = ()
     """Backward ops that read the form itself in place of the value, as a ReLU's gradient reads its mask of bits."""
-    direct_scratch: int = 0
+    direct_reader_scratch: int = 0
     """Scratch bytes of each of these ops when it reads the form."""
-    direct_requests: tuple[int, ...] = ()
+    direct_reader_requests: tuple[int, ...] = ()
     """The requests that this scratch consists of, as `GraphOp.requests`, if they are known."""
-    direct_seconds: float = 0.0
+    direct_reader_extra_seconds: float = 0.0
     """Seconds that all ``direct_readers`` readers together take longer than with the value itself."""
-    also_reads: tuple[int, ...] = ()
+    fetch_operands: tuple[int, ...] = ()
     """Other values (bases) that the fetch reads: they exist before the value. If there are any, the value is the only
     result of its op, and is fetched where that op would be recomputed."""
     copy_seconds: float | None = None
@@ -200,7 +200,7 @@ class SavedForm:
     @property
     def use_seconds(self) -> float:
         """Seconds that storing the form and reading it directly add, without fetches."""
-        return self.store_seconds + self.direct_seconds
+        return self.store_seconds + self.direct_reader_extra_seconds
 
 
 def peak_of(requests: Sequence[int]) -> int:
@@ -250,7 +250,7 @@ class JointGraph:
         return {value: op for op in self.ops for value in op.makes}
 
     @cached_property
-    def form(self) -> dict[int, SavedForm]:
+    def form_by_encoded(self) -> dict[int, SavedForm]:
         """Saved forms by ``SavedForm.encoded``."""
         return {form.encoded: form for form in self.forms}
 
@@ -267,7 +267,7 @@ class JointGraph:
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
         """Bases of the values in ``GraphOp.held_values``."""
-        return frozenset(self.base(value) for op in self.ops for value in op.holds)
+        return frozenset(self.base(value) for op in self.ops for value in op.held_values)
 
     @cached_property
     def is_on_card(self) -> bool:
@@ -328,11 +328,11 @@ def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
     return arguments
 
 
-def recomputable(graph: JointGraph) -> frozenset[int]:
+def recomputable_values(graph: JointGraph) -> frozenset[int]:
     """Return the forward values that may be recomputed: results of deterministic ops without side effects, except
     outputs and values in ``GraphOp.held_values``."""
     fixed = output_bases(graph) | graph.irreplaceable
-    recompute_ops = (op.recompute_op for op in graph.forward_ops if not (op.random or op.once))
+    recompute_ops = (op.recompute_op for op in graph.forward_ops if not (op.random or op.must_run_once))
     return frozenset(value for op in recompute_ops for value in op.makes if value not in fixed)
 
 

@@ -134,7 +134,7 @@ def arguments_of(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return {name: by_name[name] for name in _argument_names(target) if name in by_name}
 
 
-NUMBERS = 128
+NUMBER_TENSOR_BYTES = 128
 """Most bytes of the 0-d tensors in which torch wraps the numbers that kernels are called with."""
 
 

@@ -13,9 +13,9 @@ from memplan.trace.records import Cause
 class OutsideMemory:
     """Memory on the device in addition to the graph's values, and the device itself."""
 
-    state: int = 0
+    state_bytes: int = 0
     """Bytes of optimizer state for the parameters that get a gradient in the graph."""
-    update: int = 0
+    update_bytes: int = 0
     """Bytes that the optimizer allocates while it updates all parameters after the backward pass."""
     update_by_parameter: Mapping[int, int] = field(default_factory=dict)
     """By parameter (its value's id): the same if each parameter is updated by itself, in the backward pass."""
@@ -25,7 +25,7 @@ class OutsideMemory:
     """Bytes that a loss outside of the graph allocates between the passes, in addition to outputs and tangents."""
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""
-    packed: int = 0
+    packed_half_bytes: int = 0
     """Bytes of ``state_bytes`` that are low halves of master weights."""
     moment_bytes_saved: int = 0
     """Bytes by which moments in 8 bits make ``state_bytes`` smaller than the optimizer's own moments."""
@@ -41,10 +41,10 @@ class OutsideMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes that are live throughout the step. The graph itself counts the gradients of its parameters."""
-        return self.state + sum(self.other_bytes.values())
+        return self.state_bytes + sum(self.other_bytes.values())
 
     def by_cause(self) -> dict[Cause, int]:
         """Return ``held_bytes`` by cause, without zeros."""
         sizes = dict(self.other_bytes)
-        sizes["optimizer_state"] = sizes.get("optimizer_state", 0) + self.state
+        sizes["optimizer_state"] = sizes.get("optimizer_state", 0) + self.state_bytes
         return {cause: size for cause, size in sizes.items() if size}

@@ -44,7 +44,7 @@ class Work:
     flops: int
     bytes: int
     """Bytes read and written, each tensor counted once."""
-    rate: str
+    rate_dtype: str
     """Dtype whose FLOP/s apply: a name of `memplan.devices.model.DTYPES`."""
     foreign: bool = False
     """Whether it is the op of another library."""
@@ -59,22 +59,24 @@ registers the op adds it."""
 class Rates:
     """Speed of a machine: FLOP/s and bytes per second."""
 
-    flops: tuple[tuple[str, float], ...]
+    flops_per_second: tuple[tuple[str, float], ...]
     """FLOP/s by dtype."""
     bandwidth: float
     """Bytes a second."""
-    call: float
+    call_seconds: float
     """Seconds of a call without work."""
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of an op on this machine."""
-        rates = dict(self.flops)
-        rate = rates.get(work.rate, rates["float32"])
+        rates = dict(self.flops_per_second)
+        rate = rates.get(work.rate_dtype, rates["float32"])
         factor = FOREIGN if work.foreign else 1
-        return max(work.flops / rate, work.bytes * factor / self.bandwidth) + self.call
+        return max(work.flops / rate, work.bytes * factor / self.bandwidth) + self.call_seconds
 
 
-CPU = Rates((("float32", 150e9), ("float64", 60e9), ("bfloat16", 300e9), ("float16", 60e9)), bandwidth=8e9, call=2e-6)
+CPU = Rates(
+    (("float32", 150e9), ("float64", 60e9), ("bfloat16", 300e9), ("float16", 60e9)), bandwidth=8e9, call_seconds=2e-6
+)
 """A CPU of two cores: the rates for plans for "the CPU" without measurements. Measured on two cores of a
 cloud machine with AVX-512: float32 products of 1024 x 1024 matrices reached 75 GFLOP/s a core, 3 x 3 convolutions 113
 to 236; adding tensors of 16 to 64 MiB, with a result in memory that is new to the process, moved 3 to 8 GB/s, which is
@@ -100,7 +102,7 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
         args = map_refs(op.args[:-1] if is_chunked else op.args, lambda value: _meta_tensor(graph.values[value]))
         kwargs = map_refs(op.kwargs, lambda value: _meta_tensor(graph.values[value]))
         results = tuple(None if value is None else _meta_tensor(graph.values[value]) for value in op.outputs)
-        flops = int(formula(*args, **kwargs, out_val=results if op.multiple else results[0]))
+        flops = int(formula(*args, **kwargs, out_val=results if op.returns_tuple else results[0]))
     bytes_moved = op.discarded + sum(graph.values[v].bytes for v in op.makes)
     operands = [graph.values[v] for v in dict.fromkeys(refs((op.args, op.kwargs))) if graph.base(v) in op.reads]
     for value in operands:

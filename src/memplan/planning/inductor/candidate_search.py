@@ -50,7 +50,7 @@ class Candidate:
     """A lowered plan: its parts, their generated code, and the memory timeline of the code."""
 
     fused: Fused
-    codes: Mapping[str, inductor.Code]
+    code_of_part: Mapping[str, inductor.Code]
     """Code that Inductor generates, by name of the part."""
     timeline: Timeline
 
@@ -239,9 +239,9 @@ def _as_fusible_op(op: GraphOp) -> GraphOp:
         seconds *= FUSED_SHARE
     cheaper = op.cheaper_recompute  # a norm from its saved statistics: pointwise, too
     if cheaper is not None:
-        cheaper = replace(cheaper, seconds=cheaper.seconds * FUSED_SHARE, overwrites=(), scratch_into=None)
-    # without `overwrites` and `scratch_into` it has no in-place form
-    return replace(op, seconds=seconds, cheaper_recompute=cheaper, overwrites=(), scratch_into=None)
+        cheaper = replace(cheaper, seconds=cheaper.seconds * FUSED_SHARE, overwrites=(), in_place_scratch=None)
+    # without `overwrites` and `in_place_scratch` it has no in-place form
+    return replace(op, seconds=seconds, cheaper_recompute=cheaper, overwrites=(), in_place_scratch=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,11 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
     step, kernels = _Step(fused, codes, outside_memory), kernels_on(home, fused.schedule.graph)
     with torch.autocast(home.type, enabled=False):
         try:
-            trace = record_for(step.build, home.target, steps=1, known=kernels.known)
-            if kernels.measure():  # the code calls kernels that were not measured before: now with their workspaces
-                trace = record_for(step.build, home.target, steps=1, known=kernels.known)
+            trace = record_for(step.build, home.target, steps=1, known=kernels.with_known_workspaces)
+            if (
+                kernels.measure_unknown()
+            ):  # the code calls kernels that were not measured before: now with their workspaces
+                trace = record_for(step.build, home.target, steps=1, known=kernels.with_known_workspaces)
         except MemplanError as error:
             raise CompileError(
                 f"The code that Inductor wrote cannot be followed without data: {error.found}",
@@ -93,9 +95,13 @@ class _Step:
             for value in resident
         ]
         self.outside_tensors = [self._bytes(self.outside_memory.held_bytes)]
-        if self.choices.gradients.adds:  # the step adds to gradients of earlier micro-batches, which exist already
+        if (
+            self.choices.gradients.accumulates
+        ):  # the step adds to gradients of earlier micro-batches, which exist already
             trained = (self.graph.values[parameter] for parameter, _ in self.graph.gradients)
-            self.outside_tensors += [self._bytes(value.own_bytes) for value in trained if value.kind == "parameter"]
+            self.outside_tensors += [
+                self._bytes(value.contiguous_bytes) for value in trained if value.kind == "parameter"
+            ]
         return self.step
 
     @torch.no_grad()
@@ -106,12 +112,14 @@ class _Step:
         tangents = [_empty(value) for value in self.tangents]
         self._bytes(self.outside_memory.loss_bytes)  # allocated and freed at once: its peak counts
         # backward() itself holds the gradient of a scalar until it returns
-        live: list[Tensor] = [tangent for tangent, value in zip(tangents, self.tangents, strict=True) if value.held]
+        live: list[Tensor] = [
+            tangent for tangent, value in zip(tangents, self.tangents, strict=True) if value.kept_by_backward
+        ]
         for gradients in self.passes.backward(list(self.inputs), saved, tangents):
             live += [gradient for value, gradient in gradients if not self._is_freed_at_once(value)]
             gradients.clear()
-        if not self.choices.gradients.updates:
-            self._bytes(self.outside_memory.update)
+        if not self.choices.gradients.updates_early:
+            self._bytes(self.outside_memory.update_bytes)
         del outputs, live, loss  # the caller holds them until here
 
     def _default_loss(self) -> list[Tensor]:
@@ -120,7 +128,7 @@ class _Step:
         The default loss adds up the sum of each output. So there is a 0-d tensor for each output that gets a gradient,
         and another for the gradient of the loss.
         """
-        has_own_loss = any(value.held for value in self.tangents)  # a 0-d output is a loss
+        has_own_loss = any(value.kept_by_backward for value in self.tangents)  # a 0-d output is a loss
         if has_own_loss:
             return []
         sums = [_scalar(value) for value in self.tangents]
@@ -132,7 +140,7 @@ class _Step:
         updates the parameter with it, allocate and free the workspace of that update."""
         if not frees_gradient(self.graph, self.choices, value):
             return False
-        if self.choices.gradients.updates:
+        if self.choices.gradients.updates_early:
             self._bytes(self.outside_memory.update_by_parameter.get(value, 0))
         return True
 

@@ -24,11 +24,11 @@ from memplan.trace.semantics.kinds import Arguments, Keywords, Semantics, Tempor
 class Kernels(Protocol):
     """Torch's kernels in the code of one step."""
 
-    def known(self, semantics: Semantics) -> Semantics:
+    def with_known_workspaces(self, semantics: Semantics) -> Semantics:
         """Return the device's semantics with the workspaces of these kernels that are known."""
         ...
 
-    def measure(self) -> bool:
+    def measure_unknown(self) -> bool:
         """Measure the calls whose workspace is not known yet. Return whether there were any."""
         ...
 
@@ -45,9 +45,9 @@ class OnCPU:
         self._opaque_workspaces = _workspaces_of_opaque_calls(graph)
         """Bytes by (op, key of the call)."""
 
-    def known(self, semantics: Semantics) -> Semantics:
+    def with_known_workspaces(self, semantics: Semantics) -> Semantics:
         """Return the CPU's semantics with the workspaces of opaque calls, convolutions and products."""
-        measured = cpu_workspace.known(semantics)
+        measured = cpu_workspace.with_measured_workspaces(semantics)
 
         def workspaces(
             name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
@@ -62,7 +62,7 @@ class OnCPU:
 
         return replace(semantics, temporaries=workspaces)
 
-    def measure(self) -> bool:
+    def measure_unknown(self) -> bool:
         """Return False: the CPU's kernels are measured during the recording."""
         return False
 
@@ -78,9 +78,9 @@ class OnCard:
         self._unknown = dict[str, KernelCall]()
         """By key: calls of kernels whose workspaces are not measured yet."""
 
-    def known(self, semantics: Semantics) -> Semantics:
+    def with_known_workspaces(self, semantics: Semantics) -> Semantics:
         """Return the card's semantics with the workspaces measured so far, and note calls that are not measured."""
-        measured = cuda_workspace.known(self._place)
+        measured = cuda_workspace.measured_workspaces(self._place)
 
         def workspaces(
             name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
@@ -102,11 +102,11 @@ class OnCard:
 
         return replace(semantics, temporaries=workspaces)
 
-    def measure(self) -> bool:
+    def measure_unknown(self) -> bool:
         """Measure the calls whose workspace is not known yet. Return whether there were any."""
         unknown, self._unknown = self._unknown, {}
         if unknown:
-            cuda_workspace.measure(self._place, unknown.values())
+            cuda_workspace.measure_workspaces(self._place, unknown.values())
         return bool(unknown)
 
 

@@ -69,24 +69,24 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
     graph = schedule.graph
     sizes = dict[int, int]()
     for index, action in enumerate((*schedule.forward, *schedule.backward)):
-        form = None if action.form is None else graph.form[action.form]
+        form = None if action.encoding is None else graph.form_by_encoded[action.encoding]
         if action.op is not None:
-            op = action.called(graph)
+            op = action.called_op(graph)
             sizes[index] = work_of(graph, op).bytes
             names = _TWICE.get(op.target, ())
             arguments = op_schema.arguments_of(op.target, op.args, op.kwargs) if names else {}
             # batch norms name it train or training; in evaluation statistics are arguments, and nothing is read twice
             in_training = arguments.get("train", arguments.get("training", True))
             if in_training:
-                sizes[index] += sum(graph.values[arguments[name].value].own_bytes for name in names)
+                sizes[index] += sum(graph.values[arguments[name].value].contiguous_bytes for name in names)
             if form is not None:  # it is read in place of the value
                 sizes[index] += graph.values[form.encoded].bytes - graph.values[form.value].bytes
         elif form is not None and action.kind in ("store", "fetch"):
             store, fetch, _ = registry.find(form.lever).works(graph, form)
             sizes[index] = (store if action.kind == "store" else fetch).bytes
-        elif action.kind == "write" or action.copies:  # a copy: each byte is read and written
+        elif action.kind == "write" or action.returns_copy:  # a copy: each byte is read and written
             assert action.value is not None
-            sizes[index] = 2 * graph.values[action.value].own_bytes
+            sizes[index] = 2 * graph.values[action.value].contiguous_bytes
     return sizes
 
 
@@ -129,7 +129,7 @@ class _Grouping:
                 if origin.flops and (part.name, origin.name) not in counted_origins:  # several kernels may share it
                     counted_origins.add((part.name, origin.name))
                     marks_with_flops.add(origin.mark)
-                    work_of_kernel[index].append(Work(origin.flops, bytes=0, rate=self.rate(origin.mark)))
+                    work_of_kernel[index].append(Work(origin.flops, bytes=0, rate_dtype=self.rate(origin.mark)))
         for mark, kernels in kernels_of_mark.items():
             op = self.op(mark)
             if mark in marks_with_flops or op is None:
@@ -137,7 +137,7 @@ class _Grouping:
             work = work_of(self.graph, op)
             if work.flops:
                 largest = max(kernels, key=lambda index: called[index][1].bytes)
-                work_of_kernel[largest].append(Work(work.flops, bytes=0, rate=work.rate))
+                work_of_kernel[largest].append(Work(work.flops, bytes=0, rate_dtype=work.rate_dtype))
         return work_of_kernel
 
     def group(self, part: Part, kernel: inductor.Kernel, work: Sequence[Work]) -> Group:
@@ -159,7 +159,7 @@ class _Grouping:
                 assert action.value is not None
                 op = self.op_of_value(action)
                 layers = (op.layer,) if op is not None and op.layer else ()
-                size = 2 * self.graph.values[action.value].own_bytes
+                size = 2 * self.graph.values[action.value].contiguous_bytes
                 where = None if op is None else op.where
                 yield Group(
                     COPY, fused=False, phase="forward", ops=(COPY,), layers=layers, where=where, bytes=size, flops=0,
@@ -169,7 +169,7 @@ class _Grouping:
     def op(self, mark: int) -> GraphOp | None:
         """Return the op that an action runs, or the op whose result it encodes, decodes, writes or returns."""
         action = self.actions[mark]
-        return self.op_of_value(action) if action.op is None else action.called(self.graph)
+        return self.op_of_value(action) if action.op is None else action.called_op(self.graph)
 
     def op_of_value(self, action: Action) -> GraphOp | None:
         """Return the op that computes the value that is encoded, decoded, written or returned."""
@@ -179,11 +179,11 @@ class _Grouping:
     def rate(self, mark: int | None) -> str:
         """Return the dtype whose FLOP/s count for the op with a mark; None: an unknown op."""
         op = None if mark is None else self.op(mark)
-        return "float32" if op is None else work_of(self.graph, op).rate
+        return "float32" if op is None else work_of(self.graph, op).rate_dtype
 
     def bound(self, size: int, work: Sequence[Work]) -> Bound:
         """Return which takes longer: "bandwidth", to move ``size`` bytes, or "compute", for the FLOPs of ``work``."""
-        compute_seconds = sum(self.rates.seconds(item) - self.rates.call for item in work)
+        compute_seconds = sum(self.rates.seconds(item) - self.rates.call_seconds for item in work)
         move_seconds = size / self.rates.bandwidth
         return "compute" if compute_seconds > move_seconds else "bandwidth"
 

@@ -35,7 +35,7 @@ def pairs(schedule: Schedule) -> Mapping[int, int]:
     into the schedule's forward and backward actions, concatenated."""
     complete, weight_parts = dict[int, int](), dict[str, int]()
     for index, action in enumerate((*schedule.forward, *schedule.backward)):
-        op = None if action.op is None else action.called(schedule.graph)
+        op = None if action.op is None else action.called_op(schedule.graph)
         if op is None or op.target != CONVOLUTION_BACKWARD:
             continue
         # convolution_backward(grad_output, input, weight, ..., groups, output_mask): the parts differ in input and mask

@@ -22,7 +22,7 @@ from memplan.planning.inductor.decompositions import decompositions
 from memplan.planning.inductor.merge_convolution_backward import affordable_pairs
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.codegen import program, read_in_backward, returned_gradients
-from memplan.planning.schedule.scheduler import Schedule, changed_at_once, frees_gradient, schedule
+from memplan.planning.schedule.scheduler import Schedule, frees_gradient, may_change_after_return, schedule
 
 CHUNKS = 8
 """Number of parts of the backward pass if it frees gradients. All gradients of a part are alive at once, and
@@ -96,13 +96,13 @@ class Fused:
     forward: PassParts
     backward: PassParts
     """Takes the inputs of the forward pass that it reads, then the saved tensors, then the gradients of the outputs."""
-    handed: tuple[int, ...]
+    read_inputs: tuple[int, ...]
     """Positions of the forward pass's inputs that the backward pass reads."""
     saved: tuple[int, ...]
     """Ids of the saved values: fewer than the schedule's if the core ops of the backward pass do not read them all."""
-    written: tuple[int, ...]
+    written_inputs: tuple[int, ...]
     """Positions of the inputs that the forward pass changes: its last results are copied there."""
-    chunks: tuple[tuple[tuple[int, ...], ...], ...]
+    gradient_groups_by_part: tuple[tuple[tuple[int, ...], ...], ...]
     """For each part of the backward pass: the groups of values whose gradients are returned after it."""
 
     @property
@@ -204,7 +204,7 @@ def _partition(
     updated_at_once = list[list[fx.Node]]()
     for chunk in chunks:
         read_values = (value for group in chunk for value in group if value in node_of)
-        updated = (value for value in read_values if changed_at_once(planned.graph, planned.choices, value))
+        updated = (value for value in read_values if may_change_after_return(planned.graph, planned.choices, value))
         updated_at_once.append([node_of[value] for value in updated])
     backward = _cut_into_parts(
         backward_trace, arguments, ops, gradients_of_chunk, updated_at_once, kept_by_caller=inputs[:saved_begin],
@@ -229,7 +229,7 @@ def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
     values, graph = planned.graph.values, planned.graph
     groups = returned_gradients(planned)
     freed = [  # bytes by group
-        sum(values[value].own_bytes for value in group if frees_gradient(graph, planned.choices, value))
+        sum(values[value].contiguous_bytes for value in group if frees_gradient(graph, planned.choices, value))
         for group in groups
     ]
     bytes_per_chunk, chunk, chunk_bytes = sum(freed) / CHUNKS, list[tuple[int, ...]](), 0
@@ -303,7 +303,7 @@ class CompiledPasses:
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs and the saved tensors. ``inputs`` is cleared."""
-        written_inputs = [inputs[index] for index in self._step.written]
+        written_inputs = [inputs[index] for index in self._step.written_inputs]
         (results,) = _run(self._step.forward.arguments, self._forward, inputs)  # it has a single part
         outputs_end, saved_end = self._output_count, self._output_count + self._saved_count
         _torch.copy_all(written_inputs, results[saved_end:])
@@ -314,11 +314,11 @@ class CompiledPasses:
     ) -> Iterator[list[tuple[int, Tensor]]]:
         """Yield lists of (value, its gradient). A part computes all of its gradients before the first is yielded. The
         caller has to clear each list; the lists of arguments are cleared here."""
-        arguments = [*(inputs[index] for index in self._step.handed), *saved, *tangents]
+        arguments = [*(inputs[index] for index in self._step.read_inputs), *saved, *tangents]
         for tensors in (inputs, saved, tangents):
             tensors.clear()
         results_of_parts = _run(self._step.backward.arguments, self._backward, arguments)
-        for chunk, results in zip(self._step.chunks, results_of_parts, strict=True):
+        for chunk, results in zip(self._step.gradient_groups_by_part, results_of_parts, strict=True):
             results.reverse()  # so that `pop` takes them in order and this list keeps none alive
             for group in chunk:
                 yield [(value, results.pop()) for value in group]

@@ -32,14 +32,14 @@ class ChunkConvolutions(Lever):
     def rewrite(self, graph: JointGraph, precision: Precision) -> JointGraph:
         """Return the graph with convolutions in chunks if it computes in lower precision on the CPU."""
         is_whole = precision.whole or not precision.compute or graph.is_on_card
-        return graph if is_whole else chunked(graph)
+        return graph if is_whole else with_chunked_convolutions(graph)
 
     def grade(self, form: SavedForm | None = None) -> Grade:
         """Return ``lossy``: another kernel may run, which adds in a different order."""
         return "lossy"
 
 
-def chunked(graph: JointGraph) -> JointGraph:
+def with_chunked_convolutions(graph: JointGraph) -> JointGraph:
     """Return the graph with those forward convolutions in chunks whose workspace is at least as large as their
     result."""
     return replace(graph, ops=tuple(_in_chunks(graph, op) for op in graph.ops))

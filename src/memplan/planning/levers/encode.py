@@ -29,10 +29,10 @@ from torch import Tensor
 from memplan._bytes import format_bytes, round_to_blocks
 from memplan._text import format_seconds
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, SavedForm, Value, peak_of
-from memplan.planning.graph.op_schema import NUMBERS, arguments_of, is_dense, itemsize
+from memplan.planning.graph.op_schema import NUMBER_TENSOR_BYTES, arguments_of, is_dense, itemsize
 from memplan.planning.graph.precision import Save
 from memplan.planning.levers.lever import Called, Grade, Lever, PlannedStep, Reason, Situation
-from memplan.planning.ops.pieces import GROUP, most, packed, quantized_bytes, quantized_piece
+from memplan.planning.ops.pieces import GROUP, most, packed_bytes, quantized_bytes, quantized_elements_per_piece
 from memplan.trace.records import HOST
 
 NAME = "encode"
@@ -50,35 +50,37 @@ INTEGERS = (("uint8", 1 << 8), ("int16", 1 << 15), ("int32", 1 << 31))
 class BitsReader:
     """A backward op that can read bits instead of one of its operands, by another op of memplan."""
 
-    operand: str
+    replaced_operand: str
     """Argument that the bits replace."""
     codec: str
     """``bits``, ``sign`` or ``positive``: see this module's docstring."""
     target: str
     """Op with the same arguments, but bits in place of that operand. Its variant with a trailing underscore writes over
     the first argument."""
-    same: str = "grad_output"
+    same_layout_operand: str = "grad_output"
     """Argument that must have the layout of the replaced operand: the bits are in that order."""
-    buffers: int = 1
+    temporary_pieces: int = 1
     """Number of temporary pieces of the result's dtype."""
-    buffers_on_card: int | None = None
+    temporary_pieces_on_card: int | None = None
     """The same on a card; None: as many."""
     suits: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
     """Whether the op can read bits with these arguments, by name."""
 
 
-DIRECT: Mapping[str, BitsReader] = {
+BITS_READERS: Mapping[str, BitsReader] = {
     "aten.threshold_backward.default": BitsReader(
-        "self", "sign", "memplan.threshold_backward_bits", buffers=0,
+        "self", "sign", "memplan.threshold_backward_bits", temporary_pieces=0,
         suits=lambda arguments: arguments["threshold"] == 0,  # the bits compare with 0
     ),
     "aten.leaky_relu_backward.default": BitsReader(
-        "self", "positive", "memplan.leaky_relu_backward_bits", buffers_on_card=0
+        "self", "positive", "memplan.leaky_relu_backward_bits", temporary_pieces_on_card=0
     ),
     "aten.native_dropout_backward.default": BitsReader(
-        "mask", "bits", "memplan.native_dropout_backward_bits", buffers=2, buffers_on_card=1
+        "mask", "bits", "memplan.native_dropout_backward_bits", temporary_pieces=2, temporary_pieces_on_card=1
     ),
-    "aten.masked_fill.Scalar": BitsReader("mask", "bits", "memplan.masked_fill_bits", same="self", buffers=0),
+    "aten.masked_fill.Scalar": BitsReader(
+        "mask", "bits", "memplan.masked_fill_bits", same_layout_operand="self", temporary_pieces=0,
+    ),
 }  # fmt: skip
 """Ops that can read bits, by target."""
 
@@ -104,7 +106,7 @@ def _size_of_dim(*, default: int | None) -> _IndexBound:
 
 
 _POOLS = ("adaptive_max_pool{}d", "max_pool{}d_with_indices")
-INDICES: Mapping[str, tuple[int, _IndexBound]] = {
+INDEX_RESULTS: Mapping[str, tuple[int, _IndexBound]] = {
     "aten.argmax.default": (0, _size_of_dim(default=None)),
     "aten.argmin.default": (0, _size_of_dim(default=None)),
     **{f"aten.{name.format(dims)}.default": (1, _elements_of_last_dims(dims)) for name in _POOLS for dims in (2, 3)},
@@ -157,29 +159,29 @@ class Encode(Lever):
                 yield encoding
 
     def store(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that encodes a value in the codec ``form.how`` (see this module's docstring)."""
-        if form.how in ("index", "bfloat16"):
+        """Return the call that encodes a value in the codec ``form.codec`` (see this module's docstring)."""
+        if form.codec in ("index", "bfloat16"):
             return _cast_call(form.value, graph.values[form.encoded].dtype)
-        if form.how in LOSSY:
-            is_signed = form.how == "int8"
+        if form.codec in LOSSY:
+            is_signed = form.codec == "int8"
             return "memplan.quantize.default", (Ref(form.value), is_signed), {}
-        return "memplan.pack_bits.default", (Ref(form.value), form.how), {}
+        return "memplan.pack_bits.default", (Ref(form.value), form.codec), {}
 
     def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that decodes a value from the codec ``form.how`` (see this module's docstring)."""
+        """Return the call that decodes a value from the codec ``form.codec`` (see this module's docstring)."""
         value = graph.values[form.value]
-        if form.how in ("index", "bfloat16"):
+        if form.codec in ("index", "bfloat16"):
             return _cast_call(form.encoded, value.dtype)
-        if form.how in LOSSY:
-            is_signed = form.how == "int8"
+        if form.codec in LOSSY:
+            is_signed = form.codec == "int8"
             layout = value.shape, value.stride, getattr(torch, value.dtype)
             return "memplan.dequantize.default", (Ref(form.encoded), *layout, is_signed), {}
         return "memplan.unpack_bits.default", (Ref(form.encoded), value.shape, value.stride), {}
 
     def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
         """Return the call of a backward op that reads bits; in place, it writes over its first operand."""
-        reader = DIRECT[op.target]
-        arguments = arguments_of(op.target, op.args, op.kwargs) | {reader.operand: Ref(form.encoded)}
+        reader = BITS_READERS[op.target]
+        arguments = arguments_of(op.target, op.args, op.kwargs) | {reader.replaced_operand: Ref(form.encoded)}
         return f"{reader.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
 
     def lowered(self) -> Mapping[Any, Callable[..., Any]]:
@@ -195,7 +197,7 @@ class Encode(Lever):
 
     def grade(self, form: SavedForm) -> Grade:
         """Return ``lossy`` for the codecs that round."""
-        return "lossy" if form.how in LOSSY else "exact"
+        return "lossy" if form.codec in LOSSY else "exact"
 
     def counted(self, values: int, host_bytes: int) -> str:
         """Say how many values are encoded."""
@@ -206,19 +208,19 @@ class Encode(Lever):
         values = planned.graph.values
         value_bytes, encoded_bytes = values[form.value].bytes, values[form.encoded].bytes
         is_saved_too = planned.is_saved(form.value)
-        parts = [f"{format_bytes(encoded_bytes)} instead of {format_bytes(value_bytes)} ({form.how})"]
-        bits_readers = planned.direct_readers(form)
+        parts = [f"{format_bytes(encoded_bytes)} instead of {format_bytes(value_bytes)} ({form.codec})"]
+        bits_readers = planned.encoding_readers(form)
         if bits_readers:
             parts.append(f"read as it is by {bits_readers}")
         if is_saved_too:
             parts.append("the value itself is kept too")
-        value_readers = planned.needed(form.value)
+        value_readers = planned.value_readers(form.value)
         if planned.is_recomputed(form.value):
             seconds = planned.graph.maker[form.value].recompute_op.seconds
             parts.append(f"for the rest recomputed in {format_seconds(seconds)}")
         elif value_readers:
             parts.append(value_readers)
-        details = {"codec": form.how, "encoded_bytes": encoded_bytes}
+        details = {"codec": form.codec, "encoded_bytes": encoded_bytes}
         freed = 0 if is_saved_too else max(0, value_bytes - encoded_bytes)
         return Reason(freed, "; ".join(parts), details, self.grade(form))
 
@@ -298,14 +300,16 @@ def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
     `memplan.planning.ops.int8`."""
     elements = prod(value.shape)
     codec = "int8" if is_signed else "uint8"
-    piece = min(quantized_piece(elements, value.place), elements)  # elements that a kernel works on at a time
+    piece = min(
+        quantized_elements_per_piece(elements, value.place), elements
+    )  # elements that a kernel works on at a time
     is_float32 = value.dtype == "float32"
     # bytes: float32 quotients of a piece, its elements cast to float32, and 32 for each group
-    piece_bytes = 4 * piece + (0 if is_float32 else 4 * piece) + 32 * (1 + piece // GROUP) + NUMBERS
+    piece_bytes = 4 * piece + (0 if is_float32 else 4 * piece) + 32 * (1 + piece // GROUP) + NUMBER_TENSOR_BYTES
     sign_bytes = 0 if is_signed else 4 * piece
     form = SavedForm(
         NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piece_bytes + sign_bytes,
-        fetch_scratch=NUMBERS if is_float32 else piece_bytes,
+        fetch_scratch=NUMBER_TENSOR_BYTES if is_float32 else piece_bytes,
     )  # fmt: skip
     return form, _uint8_vector(value, codec, quantized_bytes(elements))
 
@@ -322,16 +326,16 @@ def _exact(
     piece = min(most(value.place), prod(value.shape))  # elements packed or unpacked at a time
     if value.dtype == "bool":  # a bit for each element
         bits_readers = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
-        scratch, requests = max((_direct_scratch(graph, op) for op in bits_readers), default=(0, ()))
+        scratch, requests = max((_bits_reader_workspace(graph, op) for op in bits_readers), default=(0, ()))
         form = SavedForm(
             NAME, value.id, _ID_TO_ASSIGN, "bits",
             store_scratch=0 if value.place == HOST else _flag_bytes(piece, value.place),
-            fetch_scratch=_flag_bytes(piece, value.place),
-            direct=tuple(op.index for op in bits_readers), direct_scratch=scratch, direct_requests=requests,
+            fetch_scratch=_flag_bytes(piece, value.place), direct_readers=tuple(op.index for op in bits_readers),
+            direct_reader_scratch=scratch, direct_reader_requests=requests,
         )  # fmt: skip
-        return form, _uint8_vector(value, "bits", packed(prod(value.shape)))
+        return form, _uint8_vector(value, "bits", packed_bytes(prod(value.shape)))
     # indices in the smallest integer type that holds their bound
-    position, bound = INDICES.get(maker.target, (0, None))
+    position, bound = INDEX_RESULTS.get(maker.target, (0, None))
     dtype = None
     if bound is not None and value.dtype == "int64" and maker.outputs[position] == value.id:
         arguments = arguments_of(maker.target, maker.args, maker.kwargs)
@@ -350,18 +354,19 @@ def _exact(
     if not readers_by_codec:
         return None
     codec, bits_readers = max(readers_by_codec.items(), key=lambda item: len(item[1]))
-    scratch, requests = max(_direct_scratch(graph, op) for op in bits_readers)
+    scratch, requests = max(_bits_reader_workspace(graph, op) for op in bits_readers)
     form = SavedForm(
-        NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=_flag_bytes(piece, value.place), whole=False,
-        direct=tuple(op.index for op in bits_readers), direct_scratch=scratch, direct_requests=requests,
+        NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=_flag_bytes(piece, value.place), can_restore_value=False,
+        direct_readers=tuple(op.index for op in bits_readers), direct_reader_scratch=scratch,
+        direct_reader_requests=requests,
     )  # fmt: skip
-    return form, _uint8_vector(value, codec, packed(prod(value.shape)))
+    return form, _uint8_vector(value, codec, packed_bytes(prod(value.shape)))
 
 
 def _flag_bytes(piece: int, place: str) -> int:
     """Return the workspace in bytes of packing a piece into bits, or of unpacking it: a byte for each bit. ``piece``:
     its elements."""
-    return 8 * packed(piece) + (NUMBERS if place == HOST else 0)
+    return 8 * packed_bytes(piece) + (NUMBER_TENSOR_BYTES if place == HOST else 0)
 
 
 def _uint8_vector(value: Value, codec: str, size: int) -> Value:
@@ -378,11 +383,11 @@ def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
 
     ``value``: id of the value, which owns its memory; the op may read it as a view.
     """
-    reader = DIRECT.get(op.target)
+    reader = BITS_READERS.get(op.target)
     if reader is None:
         return None
     arguments = arguments_of(op.target, op.args, op.kwargs)
-    operand, same_layout = arguments[reader.operand], arguments[reader.same]
+    operand, same_layout = arguments[reader.replaced_operand], arguments[reader.same_layout_operand]
     if not isinstance(operand, Ref) or not isinstance(same_layout, Ref) or not reader.suits(arguments):
         return None
     read, other, base = graph.values[operand.value], graph.values[same_layout.value], graph.values[value]
@@ -397,17 +402,19 @@ def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
     return reader.codec
 
 
-def _direct_scratch(graph: JointGraph, op: GraphOp) -> tuple[int, tuple[int, ...]]:
+def _bits_reader_workspace(graph: JointGraph, op: GraphOp) -> tuple[int, tuple[int, ...]]:
     """Return the workspace in bytes of a backward op that reads bits, and on a card its requests (`GraphOp.requests`):
     for each piece the unpacked flags, and temporary pieces in the result's dtype."""
-    reader = DIRECT[op.target]
-    like_result = graph.values[arguments_of(op.target, op.args, op.kwargs)[reader.same].value]
+    reader = BITS_READERS[op.target]
+    like_result = graph.values[arguments_of(op.target, op.args, op.kwargs)[reader.same_layout_operand].value]
     place, element_bytes = like_result.place, itemsize(like_result.dtype)
     elements, largest_piece = prod(like_result.shape), most(place)
     if place == HOST:
         piece = min(largest_piece, elements)
-        return _flag_bytes(piece, place) + piece * reader.buffers * element_bytes, ()
-    temporaries = reader.buffers if reader.buffers_on_card is None else reader.buffers_on_card
+        return _flag_bytes(piece, place) + piece * reader.temporary_pieces * element_bytes, ()
+    temporaries = (
+        reader.temporary_pieces if reader.temporary_pieces_on_card is None else reader.temporary_pieces_on_card
+    )
     requests = list[int]()
     for start in range(0, elements, largest_piece):
         piece = min(largest_piece, elements - start)

@@ -25,7 +25,7 @@ from memplan.planning.graph.op_schema import (
     CROSS_ENTROPY,
     ELEMENTWISE,
     MASKED_SOFTMAX_BACKWARD,
-    NUMBERS,
+    NUMBER_TENSOR_BYTES,
     _argument_names,
     arguments_of,
     is_contiguous,
@@ -34,11 +34,16 @@ from memplan.planning.graph.op_schema import (
     overload,
 )
 from memplan.planning.levers.lever import Lever, PlannedStep, Reason
-from memplan.planning.ops.pieces import channels, groups, piece, rows
+from memplan.planning.ops.pieces import (
+    all_rows_and_rows_per_piece,
+    channels_per_piece,
+    elements_per_piece,
+    groups_per_piece,
+)
 from memplan.planning.ops.tile import TILE_BACKWARD, TILE_BACKWARD_INTO, overwritten_gradient
 from memplan.trace.records import HOST
 
-IN_ORDER: Mapping[str, tuple[str, ...]] = {
+READ_BEFORE_WRITTEN: Mapping[str, tuple[str, ...]] = {
     "_log_softmax_backward_data.default": ("grad_output",), "_softmax_backward_data.default": ("grad_output",),
     **dict.fromkeys(
         ("_log_softmax.default", "_softmax.default", "cumprod.default", "cumsum.default", "index_add.default",
@@ -95,7 +100,7 @@ def overwrites(
     return tuple(dict.fromkeys(values[operand.value].base for operand in operands))
 
 
-def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
+def overwritten_operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
     """Return the operand that an op's result overwrites if it takes over the memory of value ``base``, one of
     ``op.overwrites``."""
     operands = _operands(op.target, op.args, op.kwargs, values, op.makes[0])
@@ -115,13 +120,13 @@ def call_into(target: str, operand: str) -> InPlaceForm:
     return form
 
 
-def scratch_into(op: GraphOp, values: Sequence[Value]) -> int:
+def in_place_workspace(op: GraphOp, values: Sequence[Value]) -> int:
     """Return an upper bound in bytes of the workspace of an op's in-place form."""
     piecewise = PIECEWISE.get(op.target)
     if piecewise is None:  # torch's own form
         return op.scratch
     arguments = arguments_of(op.target, op.args, op.kwargs)
-    of_pieces = piecewise.scratch(arguments, values, values[op.makes[0]])
+    of_pieces = piecewise.workspace(arguments, values, values[op.makes[0]])
     return max(of_pieces, op.scratch) if piecewise.runs_whole_op_too else of_pieces
 
 
@@ -193,12 +198,12 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
     if target in _OVER_OPERANDS:
         return _OVER_OPERANDS[target]
     name = target.removeprefix("aten.")
-    if name == target or (name not in ELEMENTWISE and name not in IN_ORDER):
+    if name == target or (name not in ELEMENTWISE and name not in READ_BEFORE_WRITTEN):
         return ()
     form = _torch_form(target)
     if form is None:  # not in this version of torch
         return ()
-    names = IN_ORDER.get(name) or tuple(name for _, name in _torch.tensor_arguments(overload(target)))
+    names = READ_BEFORE_WRITTEN.get(name) or tuple(name for _, name in _torch.tensor_arguments(overload(target)))
     if form.out is not None:  # it can write over any of these
         return names
     first = _argument_names(target)[0]  # the variant with an underscore writes over this
@@ -273,7 +278,7 @@ class Piecewise:
     target: str
     operand: str
     """Argument that it overwrites."""
-    scratch: _Workspace
+    workspace: _Workspace
     same_layout: tuple[str, ...] = ()
     """Operands that must have the layout of the result."""
     needs_contiguous: bool = True
@@ -304,7 +309,7 @@ class Piecewise:
             other = values[argument.value]
             if other.shape != result.shape or other.stride != result.stride:
                 return False
-        return result.bytes >= max(SMALLEST_PIECEWISE_BYTES, 2 * self.scratch(arguments, values, result))
+        return result.bytes >= max(SMALLEST_PIECEWISE_BYTES, 2 * self.workspace(arguments, values, result))
 
 
 def _element_scratch(buffers: int, buffers_on_card: int | None = None) -> _Workspace:
@@ -313,9 +318,9 @@ def _element_scratch(buffers: int, buffers_on_card: int | None = None) -> _Works
 
     def scratch(_arguments: Mapping[str, Any], _values: Sequence[Value], result: Value) -> int:
         """Return the bytes of the pieces."""
-        size = piece(prod(result.shape), result.place) * itemsize(result.dtype)
+        size = elements_per_piece(prod(result.shape), result.place) * itemsize(result.dtype)
         if result.place == HOST:
-            return buffers * size + NUMBERS
+            return buffers * size + NUMBER_TENSOR_BYTES
         return (buffers if buffers_on_card is None else buffers_on_card) * size
 
     return scratch
@@ -325,15 +330,15 @@ def _row_scratch(arguments: Mapping[str, Any], _values: Sequence[Value], result:
     """Return the workspace in bytes of a kernel that works on a few rows at a time: a piece of the result, its means
     and reciprocal deviations, at most 8 bytes each."""
     trailing = len(arguments["normalized_shape"])
-    _, rows_of_piece = rows(result.shape, trailing)
+    _, rows_of_piece = all_rows_and_rows_per_piece(result.shape, trailing)
     row_elements = prod(result.shape[len(result.shape) - trailing :])
     return rows_of_piece * (row_elements * itemsize(result.dtype) + 2 * 8)
 
 
 def _sample_scratch(_arguments: Mapping[str, Any], _values: Sequence[Value], result: Value) -> int:
     """Return the workspace in bytes of a kernel that works on a few samples at a time: a piece of the result."""
-    _, samples_of_piece = rows(result.shape, len(result.shape) - 1, result.place)
-    return samples_of_piece * prod(result.shape[1:]) * itemsize(result.dtype) + NUMBERS
+    _, samples_of_piece = all_rows_and_rows_per_piece(result.shape, len(result.shape) - 1, result.place)
+    return samples_of_piece * prod(result.shape[1:]) * itemsize(result.dtype) + NUMBER_TENSOR_BYTES
 
 
 def _channel_scratch(result_pieces: int, operand_pieces: int) -> _Workspace:
@@ -347,7 +352,7 @@ def _channel_scratch(result_pieces: int, operand_pieces: int) -> _Workspace:
         """Return the bytes of the pieces and statistics."""
         channel_bytes = prod(result.shape) // result.shape[1] * itemsize(result.dtype)
         buffers = result_pieces + (operand_pieces if result.shape[0] > 1 else 0)
-        return channels(result.shape) * buffers * channel_bytes + result.shape[1] * 16 * 8
+        return channels_per_piece(result.shape) * buffers * channel_bytes + result.shape[1] * 16 * 8
 
     return scratch
 
@@ -358,7 +363,7 @@ def _group_scratch(arguments: Mapping[str, Any], _values: Sequence[Value], resul
     group_count = arguments["group"]
     group_bytes = prod(result.shape[1:]) // group_count * itemsize(result.dtype)
     channels_of_group = result.shape[1] // group_count
-    return groups(result.shape, group_count) * (group_bytes + channels_of_group * 8 * 8)
+    return groups_per_piece(result.shape, group_count) * (group_bytes + channels_of_group * 8 * 8)
 
 
 PIECEWISE: Mapping[str, Piecewise] = {
@@ -406,7 +411,7 @@ class InPlace(Lever):
 
     def decide(self, planned: PlannedStep) -> Reason | None:
         """Report which results overwrite which operands."""
-        reuses = planned.reuses
+        reuses = planned.overwritten_values
         text = f"results that take over the memory of a value that dies with their op: {len(reuses)}"
         saved_bytes = sum(size for _, _, size in reuses)
         return Reason(saved_bytes, text, {"reuses": list(reuses)}) if reuses else None

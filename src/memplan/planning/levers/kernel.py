@@ -16,10 +16,11 @@ class Kernel(Lever):
         """Return ``reordered``: a kernel rounds less often, and adds in another order."""
         return "reordered"
 
-    def reason_of(self, kernel: str, before: int, after: int, workspace: int) -> Reason:
+    def reason_of(self, kernel: str, saved_bytes_before: int, saved_bytes_after: int, workspace_bytes: int) -> Reason:
         """Describe what a group's kernel saves, for the plan's table. The group's calls save ``saved_bytes_before`` for
         the backward pass, the kernel ``saved_bytes_after``; it allocates and frees ``workspace_bytes``."""
-        text = f"by memplan.kernels.{kernel}, which saves {format_bytes(after)} instead of {format_bytes(before)}"
-        text += f"; its workspace is {format_bytes(workspace)}" if workspace else ""
-        details = {"kernel": kernel, "kept_bytes": after, "workspace": workspace}
-        return Reason(max(0, before - after), text, details, self.grade())
+        before, after = format_bytes(saved_bytes_before), format_bytes(saved_bytes_after)
+        text = f"by memplan.kernels.{kernel}, which saves {after} instead of {before}"
+        text += f"; its workspace is {format_bytes(workspace_bytes)}" if workspace_bytes else ""
+        details = {"kernel": kernel, "kept_bytes": saved_bytes_after, "workspace": workspace_bytes}
+        return Reason(max(0, saved_bytes_before - saved_bytes_after), text, details, self.grade())

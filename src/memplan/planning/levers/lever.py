@@ -44,24 +44,24 @@ class Situation:
 class GradientUse:
     """Use of a parameter's gradient once it is complete. By default it stays allocated until the update."""
 
-    updates: bool = False
+    updates_early: bool = False
     """The optimizer applies it at once: the parameter changes in the backward pass."""
-    adds: bool = False
+    accumulates: bool = False
     """It is added to the parameter's ``.grad``, the gradient of earlier micro-batches, which exists during the whole
     step."""
 
     @property
     def frees(self) -> bool:
         """Whether the gradient is freed as soon as it is complete."""
-        return self.updates or self.adds
+        return self.updates_early or self.accumulates
 
-    def held(self, held: bool) -> GradientUse:
+    def with_accumulation(self, held: bool) -> GradientUse:
         """Return this use with ``accumulates``: whether gradients of earlier micro-batches exist when the step
         begins."""
-        return replace(self, adds=held)
+        return replace(self, accumulates=held)
 
 
-STAYS = GradientUse()
+KEPT_UNTIL_UPDATE = GradientUse()
 """Gradients stay allocated until the update."""
 
 
@@ -83,7 +83,7 @@ class PlannedStep(Protocol):
     graph: JointGraph
 
     @property
-    def seconds(self) -> Mapping[int, float]:
+    def added_seconds(self) -> Mapping[int, float]:
         """Seconds that each recomputed value adds to the step, by id; counted for the first result of an op."""
         ...
 
@@ -95,11 +95,11 @@ class PlannedStep(Protocol):
         """Return whether the backward pass recomputes the value."""
         ...
 
-    def needed(self, value: int) -> str:
+    def value_readers(self, value: int) -> str:
         """Describe what reads the value in the backward pass, empty if nothing does."""
         ...
 
-    def direct_readers(self, form: SavedForm) -> str:
+    def encoding_readers(self, form: SavedForm) -> str:
         """Describe the ops that read the encoding itself, empty if none does."""
         ...
 
@@ -111,7 +111,7 @@ class PlannedStep(Protocol):
         """Describe the op before which the copy to the device begins."""
         ...
 
-    def waits(self, form: SavedForm) -> float:
+    def wait_seconds(self, form: SavedForm) -> float:
         """Return the seconds that the step waits for the copies of an offloaded value."""
         ...
 
@@ -120,12 +120,12 @@ class PlannedStep(Protocol):
         ...
 
     @property
-    def reuses(self) -> Sequence[tuple[str, str, int]]:
+    def overwritten_values(self) -> Sequence[tuple[str, str, int]]:
         """Return (overwritten value, result, bytes) of each in-place op."""
         ...
 
     @property
-    def moved(self) -> Sequence[GraphOp]:
+    def moved_ops(self) -> Sequence[GraphOp]:
         """Return the backward ops that do not run where they were captured, as few as explain the order."""
         ...
 
@@ -135,7 +135,7 @@ class PlannedStep(Protocol):
         ...
 
     @property
-    def gradients(self) -> GradientUse:
+    def gradient_use(self) -> GradientUse:
         """Return what the step does with the parameters' gradients."""
         ...
 
@@ -150,7 +150,7 @@ class PlannedStep(Protocol):
         ...
 
     @property
-    def trained(self) -> Sequence[Value]:
+    def trained_parameters(self) -> Sequence[Value]:
         """Parameters that get a gradient."""
         ...
 
@@ -202,8 +202,8 @@ class Lever(Protocol):
         and integers narrowed at 7 and widened at 2 to 3: near enough to its bandwidth.
         """
         value = graph.values[form.value]
-        work = Work(flops=0, bytes=value.bytes + graph.values[form.encoded].bytes, rate=value.dtype)
-        return work, work, Work(flops=0, bytes=0, rate=value.dtype)
+        work = Work(flops=0, bytes=value.bytes + graph.values[form.encoded].bytes, rate_dtype=value.dtype)
+        return work, work, Work(flops=0, bytes=0, rate_dtype=value.dtype)
 
     # -- calls
 
@@ -212,11 +212,12 @@ class Lever(Protocol):
         raise AssertionError(f"{self.name} keeps no values")
 
     def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that decodes the value from the encoding and ``form.also_reads``."""
+        """Return the call that decodes the value from the encoding and ``form.fetch_operands``."""
         raise AssertionError(f"{self.name} keeps no values")
 
     def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
-        """Return the call by which ``op``, of those in ``form.direct``, reads the encoding instead of the value.
+        """Return the call by which ``op``, of those in ``form.direct_readers``, reads the encoding instead of the
+        value.
 
         ``in_place``: whether it writes its result over its first operand.
         """
@@ -237,7 +238,7 @@ class Lever(Protocol):
         """Describe what saving a value in this encoding frees, and why it is needed."""
         graph = planned.graph
         value_bytes, encoded_bytes = graph.values[form.value].bytes, graph.values[form.encoded].bytes
-        readers = planned.needed(form.value)
+        readers = planned.value_readers(form.value)
         text = f"{format_bytes(encoded_bytes)} instead of {format_bytes(value_bytes)}"
         text += f"; {readers}" if readers else ""
         return Reason(max(0, value_bytes - encoded_bytes), text, {"kept_bytes": encoded_bytes}, self.grade(form))

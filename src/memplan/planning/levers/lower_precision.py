@@ -20,14 +20,19 @@ class LowerPrecision(Lever):
         return "lossy"
 
     def of_block(
-        self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, results: Sequence[int], copies: Sequence[int]
+        self,
+        graph: JointGraph,
+        ops: Sequence[GraphOp],
+        dtype: str,
+        forward_values: Sequence[int],
+        weight_copies: Sequence[int],
     ) -> tuple[Reason, Sequence[int]]:
         """Describe what a block of layers computes in lower precision, and return the ids of the values that are
         smaller. ``forward_values`` are those of the block but for copies of weights in lower precision, which are
         ``weight_copies``."""
-        smaller = [value for value in results if graph.values[value].dtype == dtype]
-        copy_bytes = sum(graph.values[copy].bytes for copy in copies)
-        text = f"{dtype} in {len(smaller)} of {len(results)} results, forward and backward in "
+        smaller = [value for value in forward_values if graph.values[value].dtype == dtype]
+        copy_bytes = sum(graph.values[copy].bytes for copy in weight_copies)
+        text = f"{dtype} in {len(smaller)} of {len(forward_values)} results, forward and backward in "
         text += format_seconds(sum(op.seconds for op in ops))
         text += f"; {format_bytes(copy_bytes)} of copies of weights" if copy_bytes else ""
         details = {"dtype": dtype, "cast_copies": copy_bytes, "values": len(smaller)}

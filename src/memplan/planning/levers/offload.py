@@ -13,7 +13,7 @@ from memplan.planning.graph.joint_graph import JointGraph, Ref, SavedForm, Value
 from memplan.planning.graph.op_schema import is_dense, itemsize
 from memplan.planning.levers.lever import Called, Lever, PlannedStep, Reason, Situation
 
-WORTHWHILE = 1 << 20
+SMALLEST_OFFLOADED_BYTES = 1 << 20
 """Smallest value in bytes that is offloaded: for smaller ones calls and events take as long as the copy."""
 
 
@@ -21,7 +21,7 @@ WORTHWHILE = 1 << 20
 class Offload(Lever):
     """Move values to host memory between the passes, for steps on a card whose link to the host has a known speed."""
 
-    least: int = WORTHWHILE
+    smallest_offloaded_bytes: int = SMALLEST_OFFLOADED_BYTES
     """Smallest value in bytes that is offloaded."""
 
     name = "offload"
@@ -33,8 +33,8 @@ class Offload(Lever):
         """Return the reason why a value may not be offloaded, empty if it may."""
         if situation.card is None or situation.card.link is None:
             return "the step runs on no card whose link to host memory is known"
-        if value.bytes < self.least:
-            return f"it is smaller than {format_bytes(self.least)}"
+        if value.bytes < self.smallest_offloaded_bytes:
+            return f"it is smaller than {format_bytes(self.smallest_offloaded_bytes)}"
         if not is_dense(value) or value.bytes != prod(value.shape) * itemsize(value.dtype):
             return "its memory has gaps"
         if value.id in graph.irreplaceable:
@@ -60,7 +60,7 @@ class Offload(Lever):
                     continue
                 host = replace(value, name=f"{value.name}_host", kind="host", bytes=0, op=None)
                 # the card's memory is read when the value is stored, written when it is fetched
-                pass_over_value = roofline.Work(flops=0, bytes=value.bytes, rate=value.dtype)
+                pass_over_value = roofline.Work(flops=0, bytes=value.bytes, rate_dtype=value.dtype)
                 form = SavedForm(
                     self.name, value.id, encoded=-1, store_seconds=2 * rates.seconds(pass_over_value),
                     copy_seconds=value.bytes / link_bandwidth,
@@ -89,16 +89,16 @@ class Offload(Lever):
 
     def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe when the value is copied and how long the step waits; other encodings stay on the device."""
-        values, wait, copy_seconds = planned.graph.values, planned.waits(form), form.copy_seconds or 0.0
+        values, wait, copy_seconds = planned.graph.values, planned.wait_seconds(form), form.copy_seconds or 0.0
         value_bytes, others = values[form.value].bytes, planned.other_forms(form)
         staying_bytes = sum(values[other.encoded].bytes for other in others)
         parts = [
             f"copied to host memory in {format_seconds(copy_seconds)}, freed after {planned.freed_after(form)}",
-            f"fetched before {planned.fetched_before(form)}; {planned.needed(form.value)}",
+            f"fetched before {planned.fetched_before(form)}; {planned.value_readers(form.value)}",
             f"the step waits {format_seconds(wait)} for it" if wait else "the step waits for neither copy",
         ]
         if staying_bytes:
-            parts.append(f"{format_bytes(staying_bytes)} of it stay ({', '.join(other.how for other in others)})")
+            parts.append(f"{format_bytes(staying_bytes)} of it stay ({', '.join(other.codec for other in others)})")
         pinned = 1 << (value_bytes - 1).bit_length()  # CachingHostAllocator.h: pinned blocks are powers of two
         details = {"copy_seconds": copy_seconds, "waits": wait, "host_bytes": pinned}
         return Reason(max(0, value_bytes - staying_bytes), "; ".join(parts), details)

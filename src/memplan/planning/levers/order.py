@@ -15,7 +15,7 @@ class Order(Lever):
 
     def decide(self, planned: PlannedStep) -> Reason | None:
         """Report how many ops are moved, the one with the most bytes, and by how much the peak falls."""
-        moved, values = planned.moved, planned.graph.values
+        moved, values = planned.moved_ops, planned.graph.values
         if not moved:
             return None
         largest = max(moved, key=lambda op: sum(values[value].bytes for value in op.makes))

@@ -25,7 +25,7 @@ class Recompute(Lever):
             return "returned by the model"
         if op.random:
             return "random: never drawn again"
-        if op.once:
+        if op.must_run_once:
             return "its op must run once only"
         if value.id in graph.irreplaceable:
             return "held by a call that is kept as it is"
@@ -40,7 +40,7 @@ class Recompute(Lever):
 
     def recomputed(self, planned: PlannedStep, value: int) -> Reason:
         """Describe what recomputing a value costs, and what reads it."""
-        graph, seconds = planned.graph, planned.seconds
+        graph, seconds = planned.graph, planned.added_seconds
         op, size = graph.maker[value], graph.values[value].bytes
         if value in seconds:
             by = "" if op.cheaper_recompute is None else f" by {short(op.cheaper_recompute.target)}"
@@ -48,14 +48,14 @@ class Recompute(Lever):
         else:
             others = [graph.values[other].name for other in op.makes if other in seconds]
             cost = f"recomputed together with {others[0]}" if others else "recomputed"
-        return Reason(size, f"{cost} for {format_bytes(size)}; {planned.needed(value)}")
+        return Reason(size, f"{cost} for {format_bytes(size)}; {planned.value_readers(value)}")
 
     def saved(self, planned: PlannedStep, value: int, *, costs_most: bool) -> Reason:
         """Describe why a value is saved: it cannot be recomputed, or recomputing it would take time.
 
         ``costs_most``: whether it takes the most seconds per byte of all saved values that could be recomputed.
         """
-        graph, needed = planned.graph, planned.needed(value)
+        graph, needed = planned.graph, planned.value_readers(value)
         op, size = graph.maker[value], graph.values[value].bytes
         obstacle = self.why_not(graph, graph.values[value], Situation())
         if obstacle.startswith("with it"):  # a clause that continues the sentence on what reads the value

@@ -60,24 +60,24 @@ def apply_rewrites(graph: JointGraph, precision: Precision) -> JointGraph:
     return graph
 
 
-def with_forms(graph: JointGraph, situation: Situation) -> JointGraph:
+def with_encodings(graph: JointGraph, situation: Situation) -> JointGraph:
     """Return the graph with the encodings that all levers offer in a situation; those that it has are discarded."""
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
     assert all(value.id == index for index, value in enumerate(values)), "encoded values have the last ids"
-    return offered(replace(graph, values=values, forms=()), situation, LEVERS)
+    return with_encodings_of(replace(graph, values=values, forms=()), situation, LEVERS)
 
 
-def offered(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) -> JointGraph:
+def with_encodings_of(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) -> JointGraph:
     """Return the graph with the encodings of these levers, too. Encoded values get the next free ids."""
     values, forms = list(graph.values), list(graph.forms)
     overwritten = {graph.base(target) for target, _ in graph.mutations}
     for lever in levers:
         for form, encoded in lever.forms(graph, situation):
-            if not overwritten.isdisjoint(form.also_reads):
+            if not overwritten.isdisjoint(form.fetch_operands):
                 continue  # the forward pass overwrites what decoding would read
             encoded_id = len(values)
-            assert not form.also_reads or graph.maker[form.value].makes == (form.value,), "see SavedForm.also_reads"
-            assert not (form.also_reads and form.is_copied), "a copy reads nothing else"
+            assert not form.fetch_operands or graph.maker[form.value].makes == (form.value,), "see SavedForm.also_reads"
+            assert not (form.fetch_operands and form.is_copied), "a copy reads nothing else"
             values.append(replace(encoded, id=encoded_id, base=encoded_id))
             forms.append(replace(form, encoded=encoded_id))
     return replace(graph, values=tuple(values), forms=tuple(forms))

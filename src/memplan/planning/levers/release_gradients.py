@@ -15,10 +15,10 @@ class ReleaseGradients(Lever):
 
     def decide(self, planned: PlannedStep) -> Reason | None:
         """Report how many gradients are accumulated at once, and their bytes."""
-        if not (planned.gradients.adds and planned.trained):
+        if not (planned.gradient_use.accumulates and planned.trained_parameters):
             return None
         return Reason(
-            sum(value.own_bytes for value in planned.trained),
+            sum(value.contiguous_bytes for value in planned.trained_parameters),
             "each gradient is added to the held one as soon as it is complete, and freed",
-            {"parameters": len(planned.trained)},
+            {"parameters": len(planned.trained_parameters)},
         )

@@ -17,7 +17,7 @@ class Tile(Lever):
         """Return ``reordered``: gradients of weights and statistics are sums over pieces."""
         return "reordered"
 
-    def reason_of(self, freed: int, segment: Segment, piece: int, *, once: bool) -> Reason:
+    def reason_of(self, freed_bytes: int, segment: Segment, piece_bytes: int, *, gradients_in_forward: bool) -> Reason:
         """Describe what running a segment in pieces frees, for the plan's table.
 
         Args:
@@ -27,10 +27,14 @@ class Tile(Lever):
             gradients_in_forward: whether the forward pass computes the gradients, too.
         """
         axis = {0: "samples", 1: "tokens"}.get(segment.axis.dim, f"dimension {segment.axis.dim}")
-        gradients = "with its gradients in the forward pass" if once else "each computed again in the backward pass"
+        gradients = (
+            "with its gradients in the forward pass"
+            if gradients_in_forward
+            else "each computed again in the backward pass"
+        )
         text = f"in {segment.pieces} pieces along {axis}, {gradients}; a piece takes "
-        text += f"up to {format_bytes(piece)}"
+        text += f"up to {format_bytes(piece_bytes)}"
         if segment.repeats:
             text += " and computes again what it reads of an earlier segment, which is never whole"
-        details = {"pieces": segment.pieces, "dim": segment.axis.dim, "piece_bytes": piece}
-        return Reason(max(0, freed), text, details, self.grade())
+        details = {"pieces": segment.pieces, "dim": segment.axis.dim, "piece_bytes": piece_bytes}
+        return Reason(max(0, freed_bytes), text, details, self.grade())

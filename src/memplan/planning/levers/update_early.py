@@ -18,10 +18,10 @@ class UpdateEarly(Lever):
 
     def decide(self, planned: PlannedStep) -> Reason | None:
         """Report how many parameters are updated in the backward pass, and the bytes of their gradients."""
-        if not (planned.gradients.updates and planned.trained):
+        if not (planned.gradient_use.updates_early and planned.trained_parameters):
             return None
         return Reason(
-            sum(value.own_bytes for value in planned.trained),
+            sum(value.contiguous_bytes for value in planned.trained_parameters),
             "each parameter is updated and its gradient freed as soon as nothing reads them any more",
-            {"parameters": len(planned.trained)},
+            {"parameters": len(planned.trained_parameters)},
         )

@@ -29,6 +29,6 @@ def define(
     return register
 
 
-def in_memory(tensor: Tensor) -> Tensor:
+def elements_in_memory_order(tensor: Tensor) -> Tensor:
     """Return a view of a dense tensor's elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

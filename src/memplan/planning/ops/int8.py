@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from memplan.planning.ops.custom_ops import define, in_memory
-from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_piece
+from memplan.planning.ops.custom_ops import define, elements_in_memory_order
+from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_elements_per_piece
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -29,7 +29,7 @@ def _groups(flat: Tensor, encoding: Tensor, signed: bool) -> Iterator[tuple[Tens
     codes = encoding[:elements].view(torch.int8 if signed else torch.uint8)
     scales = encoding[padded_elements:].view(torch.float32)
     in_whole_groups = elements // GROUP * GROUP
-    piece = quantized_piece(elements, flat.device.type)  # elements, a multiple of GROUP
+    piece = quantized_elements_per_piece(elements, flat.device.type)  # elements, a multiple of GROUP
     for begin in range(0, in_whole_groups, piece):
         end = min(begin + piece, in_whole_groups)
         piece_scales = scales[begin // GROUP : end // GROUP, None]
@@ -46,7 +46,7 @@ def quantize(self: Tensor, signed: bool) -> Tensor:
     """Return the encoding of a dense tensor of at most 32 bits an element. ``signed``: elements can be below 0."""
     encoding = torch.empty(quantized_bytes(self.numel()), dtype=torch.uint8, device=self.device)
     encoding[self.numel() : self.numel() + -self.numel() % 4] = 0  # the padding
-    for part, codes, scales in _groups(in_memory(self), encoding, signed):
+    for part, codes, scales in _groups(elements_in_memory_order(self), encoding, signed):
         wide = part.float()
         low, high = torch.aminmax(wide, dim=1, keepdim=True)
         torch.maximum(low.neg_(), high, out=scales)
@@ -65,7 +65,7 @@ def dequantize(
 ) -> Tensor:
     """Return the tensor that `quantize` encoded, up to rounding."""
     value = torch.empty_strided(size, stride, dtype=dtype, device=encoding.device)
-    for part, codes, scales in _groups(in_memory(value), encoding, signed):
+    for part, codes, scales in _groups(elements_in_memory_order(value), encoding, signed):
         if dtype == torch.float32:  # without a copy in float32
             part.copy_(codes).mul_(scales)
         else:

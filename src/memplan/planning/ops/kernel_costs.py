@@ -64,7 +64,7 @@ def _channel_norm_backward(args: Sequence[Any]) -> Work:
 
 def _work_of_passes(x: Value, *, passes: int) -> Work:
     """Return the work of passes that each read or write x; its arithmetic takes less time than its bytes."""
-    return Work(flops=0, bytes=passes * prod(x.shape) * itemsize(x.dtype), rate=x.dtype)
+    return Work(flops=0, bytes=passes * prod(x.shape) * itemsize(x.dtype), rate_dtype=x.dtype)
 
 
 def _depthwise(args: Sequence[Any]) -> Work:
@@ -101,7 +101,7 @@ def _depthwise_work(
     that are written and read. Tensor cores take no part in it, whatever the dtype: the rate is that of float32."""
     taps, size = prod(weight.shape[2:]), itemsize(x.dtype)
     moved_bytes = size * (prod(x.shape) + prod(result_shape) + prod(weight.shape)) * convolutions + 2 * 4 * partial_sums
-    return Work(flops=2 * convolutions * prod(result_shape) * taps, bytes=moved_bytes, rate="float32")
+    return Work(flops=2 * convolutions * prod(result_shape) * taps, bytes=moved_bytes, rate_dtype="float32")
 
 
 def _class_sums(args: Sequence[Any]) -> Work:
@@ -113,7 +113,7 @@ def _class_sums(args: Sequence[Any]) -> Work:
     parts = -(-prod(sizes) // dice.part_length(classes)) if classes <= dice.LARGEST_CLASSES else 0
     operand_bytes = sum(prod(value.shape) * itemsize(value.dtype) for value in (logits, targets))
     sum_bytes = 4 * 4 * samples * classes * (1 + 2 * parts)  # four in float32 for each class of a sample
-    return Work(flops=0, bytes=operand_bytes + sum_bytes, rate=logits.dtype)
+    return Work(flops=0, bytes=operand_bytes + sum_bytes, rate_dtype=logits.dtype)
 
 
 def _dropout_mask(args: Sequence[Any]) -> Work:
@@ -121,7 +121,7 @@ def _dropout_mask(args: Sequence[Any]) -> Work:
     kernel writes a product, too."""
     x, elements = args[0], prod(args[0].shape)
     tensors_of_input_size = 1 if x.place == HOST else 2
-    return Work(flops=0, bytes=(tensors_of_input_size * itemsize(x.dtype) + 1) * elements, rate=x.dtype)
+    return Work(flops=0, bytes=(tensors_of_input_size * itemsize(x.dtype) + 1) * elements, rate_dtype=x.dtype)
 
 
 WORKS[CLASS_SUMS] = _class_sums

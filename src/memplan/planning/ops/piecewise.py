@@ -17,22 +17,36 @@ from torch import Tensor
 from memplan.kernels import channel_norms, dice, softmax
 from memplan.planning.levers import chunk_convolutions  # noqa: F401  # pyright: ignore[reportUnusedImport]  # as below
 from memplan.planning.ops import int8  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops
-from memplan.planning.ops.custom_ops import LIBRARY, define, in_memory
-from memplan.planning.ops.pieces import channels, groups, most, packed, piece, rows
+from memplan.planning.ops.custom_ops import LIBRARY, define, elements_in_memory_order
+from memplan.planning.ops.pieces import (
+    all_rows_and_rows_per_piece,
+    channels_per_piece,
+    elements_per_piece,
+    groups_per_piece,
+    most,
+    packed_bytes,
+)
 
 _ATEN = torch.ops.aten
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield corresponding pieces of tensors with the same layout, in memory order."""
-    split = (in_memory(tensor).split(piece(tensor.numel(), tensor.device.type)) for tensor in tensors)
+    split = (
+        elements_in_memory_order(tensor).split(elements_per_piece(tensor.numel(), tensor.device.type))
+        for tensor in tensors
+    )
     return zip(*split, strict=True)
 
 
 def _pieces_with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield corresponding pieces of packed bits, and of tensors with the same layout in memory order."""
     elements = most(bits.device.type)  # of a piece: a multiple of 8, so that no byte has bits of two pieces
-    return zip(bits.split(elements // 8), *(in_memory(tensor).split(elements) for tensor in tensors), strict=True)
+    return zip(
+        bits.split(elements // 8),
+        *(elements_in_memory_order(tensor).split(elements) for tensor in tensors),
+        strict=True,
+    )
 
 
 # -- bits
@@ -93,12 +107,12 @@ _FLAGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @define(
     "pack_bits(Tensor self, str kind) -> Tensor",
-    lambda self, kind: self.new_empty(packed(self.numel()), dtype=torch.uint8),
+    lambda self, kind: self.new_empty(packed_bytes(self.numel()), dtype=torch.uint8),
 )
 def pack_bits(self: Tensor, kind: str) -> Tensor:
     """Pack a bit for each element, in memory order. ``kind``: ``bits`` of a bool tensor, ``sign`` (not <= 0, so NaN
     counts) or ``positive`` (> 0) of numbers."""
-    bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
+    bits = torch.empty(packed_bytes(self.numel()), dtype=torch.uint8, device=self.device)
     for packed_piece, self_piece in _pieces_with_bits(bits, self):
         _pack(packed_piece, self_piece, kind)
     return bits
@@ -309,7 +323,7 @@ def _write_cross_entropy_gradient(
     probabilities have the classes in dimension 1.
     """
     loss_backward = (_ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward).grad_input
-    _, samples_per_piece = rows(log_probs.shape, log_probs.dim() - 1, log_probs.device.type)
+    _, samples_per_piece = all_rows_and_rows_per_piece(log_probs.shape, log_probs.dim() - 1, log_probs.device.type)
     for start in range(0, log_probs.shape[0], samples_per_piece):
         samples = slice(start, start + samples_per_piece)
         piece_log_probs = log_probs[samples]
@@ -355,7 +369,7 @@ def _native_layer_norm_(
 ) -> tuple[Tensor, ...]:
     """Overwrite the input of a layer norm with its result, a few rows at a time. Returns it, mean and 1 / deviation."""
     trailing = len(normalized_shape)
-    all_rows, rows_per_piece = rows(input.shape, trailing)
+    all_rows, rows_per_piece = all_rows_and_rows_per_piece(input.shape, trailing)
     statistics: list[Tensor] = []  # mean and 1 / deviation, of all rows
     for index, piece_input in enumerate(input.view(all_rows, *normalized_shape).split(rows_per_piece)):
         result, *piece_statistics = _ATEN.native_layer_norm(piece_input, normalized_shape, weight, bias, eps)
@@ -385,7 +399,7 @@ def _native_layer_norm_backward_(
         parameter_gradients = _ATEN.native_layer_norm_backward(
             grad_out, input, normalized_shape, mean, rstd, weight, bias, [False, *output_mask[1:]]
         )
-    all_rows, rows_per_piece = rows(input.shape, len(normalized_shape))
+    all_rows, rows_per_piece = all_rows_and_rows_per_piece(input.shape, len(normalized_shape))
     pieces = [tensor.view(all_rows, *normalized_shape).split(rows_per_piece) for tensor in (grad_out, input)]
     pieces += [statistic.view(all_rows, 1).split(rows_per_piece) for statistic in (mean, rstd)]
     input_gradient_alone = [True, False, False]
@@ -401,7 +415,7 @@ def _native_layer_norm_backward_(
 def _group_ranges(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, int]]:
     """Yield the pieces that a group norm is computed in, each as (sample, first group, end of its groups). ``shape``:
     of its input; ``group``: its number of groups, as torch calls it."""
-    groups_of_piece = groups(shape, group)
+    groups_of_piece = groups_per_piece(shape, group)
     for sample in range(shape[0]):
         for first in range(0, group, groups_of_piece):
             yield sample, first, min(first + groups_of_piece, group)
@@ -450,7 +464,7 @@ def _in_place_by_channels(op: Any) -> Callable[..., tuple[Tensor | None, ...]]:
 
     def in_place(first: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         """Run the op, and return its first argument, overwritten, and its other results."""
-        channels_of_piece, vectors_of_pieces = channels(first.shape), list[Sequence[Tensor | None]]()
+        channels_of_piece, vectors_of_pieces = channels_per_piece(first.shape), list[Sequence[Tensor | None]]()
         for start in range(0, first.shape[1], channels_of_piece):
             piece_channels = slice(start, start + channels_of_piece)
             result, *vectors = op(*(of_channels(part, piece_channels, first.dim()) for part in (first, *args)))

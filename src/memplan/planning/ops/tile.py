@@ -42,7 +42,7 @@ def register(program: Program, axis: Axis, pieces: int) -> tuple[Tiled, str]:
         NotTileable: the segment cannot run piece by piece.
     """
     likes = sorted(program.likes.items())
-    fixed, static = sorted(program.fixed), sorted(program.static)
+    fixed, static = sorted(program.inputs_without_gradient), sorted(program.static_inputs)
     text = repr((program.nodes, program.inputs, static, fixed, program.outputs, likes, axis, pieces))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return _TILES.setdefault(key, Tiled(program, axis, pieces)), key
@@ -130,7 +130,7 @@ def overwritten_gradient(args: Sequence[Any]) -> Any:
     ``args``: of `TILE_BACKWARD`, with tensors or with Refs in their place; the gradient is such, too.
     """
     _, _, gradients, needed, key = args
-    position = _TILES[key].overwritten(needed) if True in needed else None
+    position = _TILES[key].overwritable_gradient(needed) if True in needed else None
     return None if position is None else gradients[position]
 
 
@@ -182,12 +182,12 @@ def _work(key: str, phase: Phase, *, differentiated: bool = False) -> Work:
     """
     tiled = _TILES[key]
     likes, flops, moved_bytes, rate = tiled.program.likes, 0.0, 0.0, "float32"
-    runs_of_nodes = tiled.runs(phase)
+    runs_of_nodes = tiled.runs_by_op(phase)
     if phase == "backward" or differentiated:  # a derivative counts as two runs
         runs_of_nodes = [
-            runs + 2 * derivatives for runs, derivatives in zip(runs_of_nodes, tiled.derivatives(), strict=True)
+            runs + 2 * derivatives for runs, derivatives in zip(runs_of_nodes, tiled.derivatives_by_op(), strict=True)
         ]
-    overlaps = tiled.overlap(tiled.pieces)  # how often the pieces of a run compute an element, on average
+    overlaps = tiled.overlap_by_op(tiled.pieces)  # how often the pieces of a run compute an element, on average
     for node, runs, overlap in zip(tiled.program.nodes, runs_of_nodes, overlaps, strict=True):
         moved_bytes += sum(likes[value].bytes for value in (*node.reads, *node.outputs[:1])) * runs * overlap
         formula = _torch.flop_formula(node.target)

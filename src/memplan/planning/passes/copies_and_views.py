@@ -95,8 +95,9 @@ class _CopiesBeforeMutation(Rebuild):
         original = self.values[value]
         clone = self.value(f"{original.name}_before", original)
         self.add(GraphOp(
-            index=-1, target=_CLONE, args=(Ref(value),), kwargs={}, phase="forward", outputs=(clone,), multiple=False,
-            reads=(value,), makes=(clone,), once=True,  # recomputed later, it would copy what was written
+            index=-1, target=_CLONE, args=(Ref(value),), kwargs={}, phase="forward", outputs=(clone,),
+            returns_tuple=False, reads=(value,), makes=(clone,),
+            must_run_once=True,  # recomputed later, it would copy what was written
         ))  # fmt: skip
         return clone
 

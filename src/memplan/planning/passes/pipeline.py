@@ -9,7 +9,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph
 from memplan.planning.graph.precision import Precision
 from memplan.planning.levers import in_place
 from memplan.planning.levers.lever import Situation
-from memplan.planning.levers.registry import apply_rewrites, with_forms
+from memplan.planning.levers.registry import apply_rewrites, with_encodings
 from memplan.planning.passes.copies_and_views import copy_before_mutation, without_copies
 from memplan.planning.passes.merge_cross_entropy_backward import fused
 from memplan.planning.passes.recompute_batch_norm import with_cheaper_recompute
@@ -30,7 +30,7 @@ def prepare(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *
     for op in graph.ops:
         cheaper = None if op.cheaper_recompute is None else _with_in_place_form(op.cheaper_recompute, graph)
         ops.append(replace(_with_in_place_form(op, graph), cheaper_recompute=cheaper))
-    return with_forms(replace(graph, ops=tuple(ops)), Situation(precision.save))
+    return with_encodings(replace(graph, ops=tuple(ops)), Situation(precision.save))
 
 
 def _with_in_place_form(op: GraphOp, graph: JointGraph) -> GraphOp:
@@ -45,4 +45,4 @@ def _with_in_place_form(op: GraphOp, graph: JointGraph) -> GraphOp:
         return op
     is_piecewise = op.target in in_place.PIECEWISE
     op = replace(op, overwrites=overwrites)
-    return replace(op, scratch_into=in_place.scratch_into(op, graph.values)) if is_piecewise else op
+    return replace(op, in_place_scratch=in_place.in_place_workspace(op, graph.values)) if is_piecewise else op

@@ -53,9 +53,9 @@ def _with_cheaper_recompute(op: GraphOp, graph: JointGraph, read_in_backward: se
     args = (*op.args[:3], Ref(mean), Ref(invstd))
     reads = tuple(dict.fromkeys(graph.base(arg.value) for arg in args if arg is not None))
     cheaper = replace(
-        op, target=BATCH_NORM_AGAIN, args=args, kwargs={}, outputs=(result,), multiple=False, reads=reads,
+        op, target=BATCH_NORM_AGAIN, args=args, kwargs={}, outputs=(result,), returns_tuple=False, reads=reads,
         makes=(result,), discarded=0, scratch=_workspace_bytes(x, op.args[1:3], statistics, graph), overwrites=(),
-        scratch_into=None, holds=(),
+        in_place_scratch=None, held_values=(),
     )  # fmt: skip
     return replace(op, cheaper_recompute=cheaper)
 

@@ -9,7 +9,7 @@ import torch
 
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, map_refs, refs
-from memplan.planning.graph.op_schema import NUMBERS, is_contiguous, itemsize
+from memplan.planning.graph.op_schema import NUMBER_TENSOR_BYTES, is_contiguous, itemsize
 from memplan.planning.graph.tensor_like import spanned_elements
 from memplan.planning.levers.chunk_convolutions import meta_tensor
 from memplan.planning.levers.encode import reads_bits
@@ -18,7 +18,7 @@ from memplan.trace.semantics.cpu.table import transient_bytes
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 _NORM = "aten.native_batch_norm_backward.default"
 
-SHAPE_ONLY = {
+SHAPE_ARGUMENT = {
     f"aten.{name}_backward.default": 1 for name in (
         "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
         "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "reflection_pad1d", "reflection_pad2d",
@@ -30,7 +30,7 @@ COPIED_ON_CARD = frozenset({"aten.avg_pool2d_backward.default", "aten.max_pool2d
 """Of these, ops that copy this argument on a card if it is not contiguous (AveragePool2d.cu, DilatedMaxPool2d.cu)."""
 
 
-def idle_arguments(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def without_unread_tensors(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return an op's arguments with None for tensors that its kernel does not read: a training batch norm's derivative
     reads the statistics of the batch, not the running statistics."""
     if target != _NORM:
@@ -46,7 +46,7 @@ def split(graph: JointGraph) -> JointGraph:
     earlier. An argument that is read for its shape alone is replaced by a view of the gradient or, if that is too
     small, by uninitialized memory, which a pooling's derivative overwrites.
     """
-    targets = {CONVOLUTION_BACKWARD, *SHAPE_ONLY}
+    targets = {CONVOLUTION_BACKWARD, *SHAPE_ARGUMENT}
     return _Splitter(graph).run() if any(op.target in targets for op in graph.ops) else graph
 
 
@@ -69,7 +69,7 @@ class _Splitter(Rebuild):
         """Bases that the derivative of the op that computed them reads: they are alive until then."""
         for op in graph.backward_ops:
             # position of the argument whose shape alone is read
-            shape_argument = 1 if _is_weight_frozen(op) else SHAPE_ONLY.get(op.target, -1)
+            shape_argument = 1 if _is_weight_frozen(op) else SHAPE_ARGUMENT.get(op.target, -1)
             args = [arg for position, arg in enumerate(op.args) if position != shape_argument]
             for base in {graph.base(value) for value in refs((args, op.kwargs))}:
                 maker = self.values[base].op
@@ -89,8 +89,8 @@ class _Splitter(Rebuild):
                     dense = not self._takes_sizes_alone(op)
                     view = None if frozen else self._view_of_gradient(op, gradient, input_, dense=dense)
                     self._add_part(op, view or input_, [True, False, False])
-            elif op.target in SHAPE_ONLY:
-                args, position = list(op.args), SHAPE_ONLY[op.target]
+            elif op.target in SHAPE_ARGUMENT:
+                args, position = list(op.args), SHAPE_ARGUMENT[op.target]
                 dense = self.graph.is_on_card and op.target in COPIED_ON_CARD
                 args[position] = self._shape_argument(op, args[0], args[position], dense=dense)
                 self.add(op, args=tuple(args))
@@ -107,7 +107,7 @@ class _Splitter(Rebuild):
         makes = tuple(value for value in outputs if value is not None and self.values[value].base == value)
         tensors = map_refs(args, lambda value: meta_tensor(self.values[value]))
         # each part reorders its own operands
-        scratch = transient_bytes(op.target, tensors, {}, result=None) + NUMBERS
+        scratch = transient_bytes(op.target, tensors, {}, result=None) + NUMBER_TENSOR_BYTES
         self.add(op, args=args, outputs=outputs, makes=makes, scratch=scratch)
 
     def _takes_sizes_alone(self, op: GraphOp) -> bool:
@@ -144,7 +144,7 @@ class _Splitter(Rebuild):
         self.add(GraphOp(
             index=-1 - memory, target="aten.new_empty_strided.default",
             args=(gradient, list(original.shape), list(original.stride)),
-            kwargs={"dtype": getattr(torch, original.dtype)}, phase=op.phase, outputs=(memory,), multiple=False,
+            kwargs={"dtype": getattr(torch, original.dtype)}, phase=op.phase, outputs=(memory,), returns_tuple=False,
             reads=(), makes=(memory,), layer=op.layer, where=op.where,
         ))  # fmt: skip
         return Ref(memory)
@@ -163,6 +163,6 @@ class _Splitter(Rebuild):
         self.add(GraphOp(
             index=-1 - view, target="aten.as_strided.default",
             args=(gradient, list(original.shape), list(stride), 0), kwargs={}, phase=op.phase, outputs=(view,),
-            multiple=False, reads=(base,), makes=(), layer=op.layer, where=op.where,
+            returns_tuple=False, reads=(base,), makes=(), layer=op.layer, where=op.where,
         ))  # fmt: skip
         return Ref(view)

@@ -12,11 +12,11 @@ import numpy as np
 
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
-from memplan.planning.graph.op_schema import DROPOUT_MASK, NUMBERS
+from memplan.planning.graph.op_schema import DROPOUT_MASK, NUMBER_TENSOR_BYTES
 from memplan.trace.records import HOST
 
 DROPOUT = "aten.native_dropout.default"
-MASK = DROPOUT_MASK
+DRAW_MASK = DROPOUT_MASK
 MASK_AND_SCALE = "memplan.dropout.default"
 """Op that applies mask and scale at once: in half precision torch's products with a scalar round differently."""
 _FULL_PRECISION = ("float32", "float64")
@@ -34,7 +34,7 @@ def split_dropouts(graph: JointGraph) -> JointGraph:
     return rebuild.finished()
 
 
-def scale_of(p: float, value: Value) -> float:
+def dropout_scale(p: float, value: Value) -> float:
     """Return the factor 1 / (1 - p) of native_dropout for a tensor like ``value``; 0 for p = 1. On a card it is
     computed in float32 (Dropout.cu: 1 - p is rounded first, and then its inverse)."""
     if p == 1:
@@ -51,8 +51,8 @@ def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
     def add(target: str, args: tuple[Any, ...], result: int, scratch: int, *, random: bool = False) -> None:
         """Add an op with a single result in place of the dropout."""
         rebuild.add(
-            op, target=target, args=args, kwargs={}, outputs=(result,), multiple=False, makes=(result,), discarded=0,
-            scratch=scratch, random=random,
+            op, target=target, args=args, kwargs={}, outputs=(result,), returns_tuple=False, makes=(result,),
+            discarded=0, scratch=scratch, random=random,
         )  # fmt: skip
 
     x, p = op.args[0], op.args[1]
@@ -62,14 +62,14 @@ def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
     like_result = rebuild.values[x.value if result is None else result]
     is_on_host, size = like_result.place == HOST, like_result.bytes
     # on a card native_dropout runs and its product is freed
-    add(MASK, (x, p), mask, scratch=0 if is_on_host else size, random=True)
+    add(DRAW_MASK, (x, p), mask, scratch=0 if is_on_host else size, random=True)
     if result is None:
         return
-    scale = scale_of(p, like_result)
+    scale = dropout_scale(p, like_result)
     if like_result.dtype not in _FULL_PRECISION:
         # a CPU's kernel reads the mask in the result's dtype, a card's as it is
         add(MASK_AND_SCALE, (x, Ref(mask), scale), result, scratch=size if is_on_host else 0)
         return
     masked = rebuild.value(f"{like_result.name}_masked", like_result)
     add("aten.mul.Tensor", (x, Ref(mask)), masked, scratch=size)  # a CPU casts the mask to the result's dtype first
-    add("aten.mul.Tensor", (Ref(masked), scale), result, scratch=NUMBERS)
+    add("aten.mul.Tensor", (Ref(masked), scale), result, scratch=NUMBER_TENSOR_BYTES)

@@ -10,7 +10,7 @@ from memplan._json import Unreadable
 from memplan.planning.levers.registry import LEVERS, RELEASE_GRADIENTS, UPDATE_EARLY
 from memplan.planning.schedule.actions import Choices
 
-_FLAGS = ((UPDATE_EARLY.field, "updates"), (RELEASE_GRADIENTS.field, "adds"))
+_FLAGS = ((UPDATE_EARLY.field, "updates_early"), (RELEASE_GRADIENTS.field, "accumulates"))
 """(name in JSON, field of `GradientUse`)."""
 _ALWAYS = ("recompute", "encode")
 """Lists that every plan has. A plan that is older than a lever lacks the lever's list."""

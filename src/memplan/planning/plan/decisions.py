@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable_values
 from memplan.planning.graph.op_schema import KERNELS, short
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers import registry
@@ -36,7 +36,7 @@ def decide(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory 
     return (*decider.values(), *decider.step())
 
 
-def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> list[Decision]:
+def tile_decisions(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> list[Decision]:
     """Return a decision for each segment that runs piece by piece in ``graph``. ``plain`` is the step without tiles."""
     decisions = list[Decision]()
     for tile in tiles:
@@ -47,7 +47,7 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
         reason = TILE.reason_of(
             bytes_before - sum(graph.values[value].bytes for value in results), tile,
             max((op.scratch for op in tile_ops), default=0),
-            once=any(op.target == TILE_WITH_GRADIENTS for op in tile_ops),
+            gradients_in_forward=any(op.target == TILE_WITH_GRADIENTS for op in tile_ops),
         )  # fmt: skip
         layers = list(dict.fromkeys(op.layer for op in ops if op.layer))
         layer = layers[0] if len(layers) < 2 else f"{layers[0]} to {layers[-1]}"
@@ -56,7 +56,7 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
     return decisions
 
 
-def by_kernels(graph: JointGraph, plain: JointGraph, groups: Sequence[Group]) -> list[Decision]:
+def kernel_decisions(graph: JointGraph, plain: JointGraph, groups: Sequence[Group]) -> list[Decision]:
     """Return a decision for each group of calls that a kernel replaces. ``plain`` is the step without kernels."""
     decisions = list[Decision]()
     for group in groups:
@@ -103,16 +103,16 @@ class _Decider:
     def __init__(self, graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory | None) -> None:
         """Collect what the schedule recomputes, encodes and reads, and the seconds that this adds."""
         self.graph, self.schedule, self.outside_memory = graph, schedule, outside_memory
-        self.packed_bytes = 0 if outside_memory is None else outside_memory.packed
+        self.packed_bytes = 0 if outside_memory is None else outside_memory.packed_half_bytes
         """Bytes of the optimizer's state that are low halves of master weights."""
         self.moment_bytes_saved = 0 if outside_memory is None else outside_memory.moment_bytes_saved
         self.outputs = {graph.base(value) for value in graph.outputs}
         """Values that own the memory of the step's outputs."""
-        self.recomputable = recomputable(graph)
+        self.recomputable = recomputable_values(graph)
         """Values that the backward pass may recompute."""
         self.forms: dict[int, list[SavedForm]] = defaultdict(list)
         """Encodings by value. The decision is about the first, and its reason names the others."""
-        self.seconds: dict[int, float] = defaultdict(float)
+        self.added_seconds: dict[int, float] = defaultdict(float)
         """By value: seconds that recomputing it, or its encodings and copies, adds to the step."""
         self.recomputed: set[int] = set()
         """Values that it recomputes."""
@@ -122,13 +122,13 @@ class _Decider:
         """By value that is copied to host memory: seconds that the step waits for the copies."""
         copies = {form.value: form for form in graph.forms if form.is_copied}
         for value, wait in self.wait_by_value.items():
-            self.seconds[value] = copies[value].use_seconds + wait
+            self.added_seconds[value] = copies[value].use_seconds + wait
         for action in (*schedule.forward, *schedule.backward):
             self._note(action)
         for forms in self.forms.values():  # copies first, then those that the value can be decoded from
-            forms.sort(key=lambda form: (not form.is_copied, not form.whole))
+            forms.sort(key=lambda form: (not form.is_copied, not form.can_restore_value))
         for action in schedule.backward:
-            form = None if action.form is None else graph.form[action.form]
+            form = None if action.encoding is None else graph.form_by_encoded[action.encoding]
             if form is None or not form.is_copied:  # a copy's action is no reader to name
                 for value in action.reads:
                     self.readers[value].append(action)
@@ -147,13 +147,13 @@ class _Decider:
         if action.kind == "run":
             if action.recomputed:
                 self.recomputed.update(action.makes)
-                self.seconds[action.makes[0]] += action.called(self.graph).seconds  # once for all results
-        elif action.form is not None:
-            form = self.graph.form[action.form]
+                self.added_seconds[action.makes[0]] += action.called_op(self.graph).seconds  # once for all results
+        elif action.encoding is not None:
+            form = self.graph.form_by_encoded[action.encoding]
             if action.kind == "store":
                 self.forms[form.value].append(form)
             if not form.is_copied:  # those of copies are known: see `__init__`
-                self.seconds[form.value] += form.use_seconds if action.kind == "store" else form.fetch_seconds
+                self.added_seconds[form.value] += form.use_seconds if action.kind == "store" else form.fetch_seconds
 
     def _saved_values(self) -> list[int]:
         """Return the forward values that are saved or returned by the model, in the order of the graph."""
@@ -177,7 +177,7 @@ class _Decider:
                     lever, reason = "keep", RECOMPUTE.saved(self, value, costs_most=value == self.costliest)
                 else:
                     continue
-                scope, seconds = Scope("value", (self._name(value),)), self.seconds.get(value, 0.0)
+                scope, seconds = Scope("value", (self._name(value),)), self.added_seconds.get(value, 0.0)
                 decisions.append(Decision(
                     lever, scope, reason.grade, reason.bytes, seconds, op.layer, op.where, reason.text, reason.details
                 ))  # fmt: skip
@@ -189,7 +189,7 @@ class _Decider:
         reason = registry.find(form.lever).reason(self, form)
         if others and not form.is_copied:
             other_bytes = sum(self.graph.values[other.encoded].bytes for other in others)
-            names = ", ".join(other.how or other.lever for other in others)
+            names = ", ".join(other.codec or other.lever for other in others)
             text = f"{reason.text}; {format_bytes(other_bytes)} stay beside it ({names})"
             reason = replace(reason, bytes=max(0, reason.bytes - other_bytes), text=text)
         return form.lever, reason
@@ -204,25 +204,25 @@ class _Decider:
         """Whether the value is recomputed in the backward pass."""
         return value in self.recomputed
 
-    def direct_readers(self, form: SavedForm) -> str:
+    def encoding_readers(self, form: SavedForm) -> str:
         """Describe the ops that read the encoding itself; empty if there are none."""
         readers = self.readers[form.encoded]
-        direct = [action for action in readers if action.form == form.encoded and action.kind == "run"]
+        direct = [action for action in readers if action.encoding == form.encoded and action.kind == "run"]
         return self._describe_ops(direct) if direct else ""
 
     def freed_after(self, form: SavedForm) -> str:
         """Describe the op after which an offloaded value is freed."""
         forward = self.schedule.forward
-        copy_end = next(index for index, a in enumerate(forward) if a.kind == "stored" and a.form == form.encoded)
+        copy_end = next(index for index, a in enumerate(forward) if a.kind == "stored" and a.encoding == form.encoded)
         return self._describe_ops([next(action for action in reversed(forward[:copy_end]) if action.kind == "run")])
 
     def fetched_before(self, form: SavedForm) -> str:
         """Describe the op before which the copy back to the device begins."""
         backward = self.schedule.backward
-        copy_begin = next(index for index, a in enumerate(backward) if a.kind == "fetch" and a.form == form.encoded)
+        copy_begin = next(index for index, a in enumerate(backward) if a.kind == "fetch" and a.encoding == form.encoded)
         return self._describe_ops([next(action for action in backward[copy_begin:] if action.kind == "run")])
 
-    def waits(self, form: SavedForm) -> float:
+    def wait_seconds(self, form: SavedForm) -> float:
         """Seconds that the step waits for the copies of a form."""
         return self.wait_by_value.get(form.value, 0.0)
 
@@ -231,16 +231,16 @@ class _Decider:
         return [other for other in self.forms[form.value] if other is not form]
 
     @property
-    def reuses(self) -> Sequence[tuple[str, str, int]]:
+    def overwritten_values(self) -> Sequence[tuple[str, str, int]]:
         """Names of an overwritten value and of the result in its memory, and their bytes, for each op in place."""
         return [
-            (self._name(action.into), self._name(action.makes[0]), self.graph.values[action.makes[0]].bytes)
+            (self._name(action.overwritten), self._name(action.makes[0]), self.graph.values[action.makes[0]].bytes)
             for action in (*self.schedule.forward, *self.schedule.backward)
-            if action.into is not None
+            if action.overwritten is not None
         ]
 
     @property
-    def moved(self) -> Sequence[GraphOp]:
+    def moved_ops(self) -> Sequence[GraphOp]:
         """The fewest backward ops whose move explains the order: all but a longest sequence in captured order."""
         # longest increasing subsequence of op indices, by patience sorting
         order = self.schedule.choices.order
@@ -265,19 +265,19 @@ class _Decider:
         return levels(captured, self.outside_memory).peak - levels(self.schedule, self.outside_memory).peak
 
     @property
-    def gradients(self) -> GradientUse:
+    def gradient_use(self) -> GradientUse:
         """Use of the parameters' gradients."""
         return self.schedule.choices.gradients
 
     @property
-    def trained(self) -> Sequence[Value]:
+    def trained_parameters(self) -> Sequence[Value]:
         """Parameters that get a gradient."""
         values = (self.graph.values[of] for of, _ in self.graph.gradients)
         return [value for value in values if value.kind == "parameter"]
 
     # -- reasons
 
-    def needed(self, value: int) -> str:
+    def value_readers(self, value: int) -> str:
         """Describe what reads a value in the backward pass: its ops, else a value that is recomputed from it. Empty if
         nothing reads it."""
         readers = self.readers[value]
@@ -297,8 +297,8 @@ class _Decider:
             layer = self.graph.layer_of(op)
             return short(op.target) + (f" of {layer}" if layer else "") + others
         verb: str = action.kind
-        if action.form is not None and action.kind in ("store", "fetch"):
-            stores, fetches = registry.find(self.graph.form[action.form].lever).verbs
+        if action.encoding is not None and action.kind in ("store", "fetch"):
+            stores, fetches = registry.find(self.graph.form_by_encoded[action.encoding].lever).verbs
             verb = stores if action.kind == "store" else fetches
         return f"a {verb}{others}"
 

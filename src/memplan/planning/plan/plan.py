@@ -133,7 +133,7 @@ class Plan(Saved, Displayed):
         ops run."""
         choices = self.choices
         saves_otherwise = choices.recompute or choices.saved_forms
-        runs_otherwise = choices.order or choices.gradients.updates or choices.fused or self.tiles or self.kernels
+        runs_otherwise = choices.order or choices.gradients.updates_early or choices.fused or self.tiles or self.kernels
         return self.eager_peak <= self.budget and not (saves_otherwise or runs_otherwise or self.precision.compute)
 
     @property
@@ -185,7 +185,7 @@ class Plan(Saved, Displayed):
         share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
         levers = Counter(decision.lever for decision in self.decisions if decision.scope.kind == "value")
         values = [lever.counted(levers[lever.name], self.host_bytes) for lever in LEVERS]
-        updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
+        updated = UPDATE_EARLY.summary if self.choices.gradients.updates_early else ""
         in_pieces = f"{len(self.tiles)} segment{'' if len(self.tiles) == 1 else 's'} in pieces" if self.tiles else ""
         groups = len(self.kernels)
         by_kernels = f"{groups} group{'' if groups == 1 else 's'} of ops by kernels" if groups else ""
@@ -290,8 +290,8 @@ def check_settings(
         BudgetError: the plan's choices need more than the budget.
     """
     options = (  # (setting of the plan, setting of this step, its name if it is on, its name if it is off)
-        (plan.choices.gradients.updates, gradients.updates, *UPDATE_EARLY.option),
-        (plan.choices.gradients.adds, gradients.adds, *RELEASE_GRADIENTS.option),
+        (plan.choices.gradients.updates_early, gradients.updates_early, *UPDATE_EARLY.option),
+        (plan.choices.gradients.accumulates, gradients.accumulates, *RELEASE_GRADIENTS.option),
         (plan.choices.fused, fused, "engine='inductor' (--engine inductor)", "engine='graph'"),
     )
     for planned, wanted, name_on, name_off in options:

@@ -16,7 +16,7 @@ BLOCKS = 12
 """Largest number of blocks in a report."""
 
 
-def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
+def lower_precision_decisions(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
     """Return a decision for each block of layers that computes in lower precision, in the order in which they run.
 
     Its bytes are those that the block's results would take more in full precision. Its seconds are 0: the step's own
@@ -72,7 +72,7 @@ def slower_blocks(exact: JointGraph, lower: JointGraph, compute: str) -> tuple[s
     return tuple(slower)
 
 
-def cast_copies(schedule: Schedule) -> int:
+def cast_copy_peak(schedule: Schedule) -> int:
     """Return the peak bytes of copies of parameters in lower precision."""
     copies, values = _weight_copies(schedule.graph), schedule.graph.values
     level = peak = 0
@@ -90,5 +90,6 @@ def _weight_copies(graph: JointGraph) -> frozenset[int]:
     return frozenset(
         op.makes[0]
         for op in casts
-        if values[op.reads[0]].kind == "parameter" and values[op.makes[0]].own_bytes < values[op.reads[0]].own_bytes
+        if values[op.reads[0]].kind == "parameter"
+        and values[op.makes[0]].contiguous_bytes < values[op.reads[0]].contiguous_bytes
     )

@@ -36,11 +36,11 @@ def workspace_band(
     for seed in range(_DRAWS):
         random = Random(seed)
         drawn = {  # convolutions with the same questions to cuDNN get the same workspace
-            scratch.asked: random.choices(scratch.sizes.sizes, scratch.sizes.probabilities)[0]
+            scratch.queries: random.choices(scratch.sizes.sizes, scratch.sizes.probabilities)[0]
             for scratch in dict.fromkeys(expected.values())
         }
         ops = tuple(
-            replace(op, scratch=drawn[expected[op.index].asked]) if op.index in expected else op for op in graph.ops
+            replace(op, scratch=drawn[expected[op.index].queries]) if op.index in expected else op for op in graph.ops
         )
         with_drawn = replace(schedule, graph=replace(graph, ops=ops))
         peaks.append(timeline_of(with_drawn, outside_memory).peak_reserved)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 
 ActionKind = Literal["run", "store", "stored", "fetch", "fetched", "write", "receive", "give"]
 
@@ -25,14 +25,14 @@ class Choices:
     """(Name of a lever, id of a forward value): values that are saved in an encoding of that lever. If the encoding
     cannot be decoded, and serves the ops alone that read it directly, ``recompute`` and other encodings decide about
     the value for the other readers."""
-    gradients: GradientUse = STAYS
+    gradients: GradientUse = KEPT_UNTIL_UPDATE
     """Use of each parameter's gradient once it is complete and the parameter was read for the last time. (A parameter
     with hooks that may change it always gets its gradient then.)"""
     in_place: bool = True
     """Whether results overwrite operands that are freed, if the op has an in-place form."""
     pieces: frozenset[int] | None = None
     """Indices of the ops that may work in place piece by piece, which can be slower, of those that can
-    (``GraphOp.scratch_into``). None: all of them."""
+    (``GraphOp.in_place_scratch``). None: all of them."""
     order: tuple[int, ...] = ()
     """Indices of the backward ops in the order in which they run; empty: as captured."""
     fused: bool = False
@@ -67,15 +67,15 @@ class Action:
     """Bases and encodings that it allocates; for a copy, the memory of its target. Other results are freed at once."""
     recomputed: bool = False
     """run: recomputed in the backward pass."""
-    into: int | None = None
+    overwritten: int | None = None
     """run: base whose memory the first of ``makes`` takes over. It is not in ``frees``."""
-    form: int | None = None
+    encoding: int | None = None
     """store to fetched: id of the encoding. run: id of the encoding that the op reads instead of the value."""
-    copies: bool = False
+    returns_copy: bool = False
     """give: whether autograd gets a copy, because the gradient shares its memory or has other strides."""
     frees: tuple[int, ...] = ()
 
-    def called(self, graph: JointGraph) -> GraphOp:
+    def called_op(self, graph: JointGraph) -> GraphOp:
         """Return the op that a run action calls: for a recomputed value `GraphOp.recompute_op`."""
         assert self.op is not None, "only ops are called"
         return graph.ops[self.op].recompute_op if self.recomputed else graph.ops[self.op]

@@ -59,7 +59,9 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
         imports.append("import memplan.planning.ops.piecewise")
     if any(f"torch.ops.{target}(" in line for line in forward + backward for target in op_schema.KERNELS):
         imports.append("import memplan.kernels")
-    levers = dict.fromkeys(schedule.graph.form[a.form].lever for a in schedule.forward if a.form is not None)
+    levers = dict.fromkeys(
+        schedule.graph.form_by_encoded[a.encoding].lever for a in schedule.forward if a.encoding is not None
+    )
     imports += [line for name in levers for line in registry.find(name).imports]
     head = [*imports, "", "aten = torch.ops.aten"]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
@@ -167,15 +169,15 @@ class _Writer:
             assert action.source is not None
             target = self.graph.values[_value_of(action)]
             self.write(f"{self.variables[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
-        elif action.form is not None:
-            self.write_form_action(action, self.graph.form[action.form])
-        self.write_delete(action.frees if action.into is None else (action.into, *action.frees))
+        elif action.encoding is not None:
+            self.write_form_action(action, self.graph.form_by_encoded[action.encoding])
+        self.write_delete(action.frees if action.overwritten is None else (action.overwritten, *action.frees))
 
     def write_op(self, action: Action) -> None:
         """Write the call of an op, its results assigned to variables."""
-        op = action.called(self.graph)
+        op = action.called_op(self.graph)
         names = [self.variables[v] if v is not None and v in action.makes else "_" for v in op.outputs]
-        targets = ", ".join(names) + ("," if op.multiple and len(names) == 1 else "")  # "x," unpacks a tuple
+        targets = ", ".join(names) + ("," if op.returns_tuple and len(names) == 1 else "")  # "x," unpacks a tuple
         self.write_call(targets, self.call_of(op, action), self.comment_for(op, action), op)
         if "_" in names:  # so that the variable keeps no tensor alive
             self.write("_ = None")
@@ -184,12 +186,14 @@ class _Writer:
     def call_of(self, op: GraphOp, action: Action) -> Called:
         """Return the call that the engine runs: of the op itself, of the op that reads an encoding, or of the in-place
         form."""
-        if action.form is not None:
-            form = self.graph.form[action.form]
-            return registry.find(form.lever).read_directly(self.graph, form, op, in_place=action.into is not None)
-        if action.into is None:
+        if action.encoding is not None:
+            form = self.graph.form_by_encoded[action.encoding]
+            return registry.find(form.lever).read_directly(
+                self.graph, form, op, in_place=action.overwritten is not None
+            )
+        if action.overwritten is None:
             return op.target, op.args, op.kwargs
-        operand = in_place.operand(op, action.into, self.graph.values)
+        operand = in_place.overwritten_operand(op, action.overwritten, self.graph.values)
         in_place_form = in_place.call_into(op.target, operand.name)
         if in_place_form.out is None:  # the variant with an underscore
             return in_place_form.target, op.args, op.kwargs
@@ -203,7 +207,7 @@ class _Writer:
             return
         lever, stores = registry.find(form.lever), action.kind == "store"
         called = lever.store(self.graph, form) if stores else lever.fetch(self.graph, form)
-        comment = " ".join(filter(None, (lever.comments[0 if stores else 1], form.how)))
+        comment = " ".join(filter(None, (lever.comments[0 if stores else 1], form.codec)))
         target_value = self.graph.values[form.encoded if stores else form.value]
         if form.is_copied:
             target, args, kwargs = called
@@ -243,7 +247,7 @@ class _Writer:
         pairs, deleted = list[str](), dict[int, None]()
         for action in actions:
             assert action.source is not None
-            copied = ".clone()" if action.copies else ""
+            copied = ".clone()" if action.returns_copy else ""
             pairs.append(f"({_value_of(action)}, {self.expression(action.source)}{copied})")
             deleted.update(dict.fromkeys(action.frees))
             base = self.graph.base(action.source)
@@ -265,7 +269,7 @@ class _Writer:
         assert tensor.op is not None, "a view is made by an op"
         op = self.graph.ops[tensor.op]
         call = f"{_op_expression(op.target, op)}({', '.join(self.arguments(op.args, op.kwargs, op))})"
-        return f"{call}[{op.outputs.index(value)}]" if op.multiple else call
+        return f"{call}[{op.outputs.index(value)}]" if op.returns_tuple else call
 
     def same_tensor_with_fewest_calls(self, value: int) -> int:
         """Return the value that needs the fewest calls to write of those that are the same tensor as ``value``: a
@@ -309,10 +313,12 @@ class _Writer:
 
     def comment_for(self, op: GraphOp, action: Action) -> str:
         """Return the comment of an op: its layer, source line and bytes."""
-        allocated = 0 if action.into is not None else sum(self.graph.values[value].bytes for value in action.makes)
+        allocated = (
+            0 if action.overwritten is not None else sum(self.graph.values[value].bytes for value in action.makes)
+        )
         parts = [op.layer, op.where or "", format_bytes(allocated) if allocated else ""]
-        if action.into is not None:
-            parts.append(f"in the memory of {self.variables[action.into]}")
+        if action.overwritten is not None:
+            parts.append(f"in the memory of {self.variables[action.overwritten]}")
         return ("again: " if action.recomputed else "") + ", ".join(part for part in parts if part)
 
     def section(self, title: str) -> None:

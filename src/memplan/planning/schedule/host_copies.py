@@ -41,7 +41,7 @@ def copy_order(graph: JointGraph, copies: Iterable[SavedForm]) -> list[SavedForm
     return sorted(copies, key=lambda form: (graph.maker[form.value].index, form.value))
 
 
-def free_positions(graph: JointGraph, copies: Iterable[SavedForm]) -> dict[int, int]:
+def device_free_positions(graph: JointGraph, copies: Iterable[SavedForm]) -> dict[int, int]:
     """Return, by value that is copied to host memory, the position in ``graph.forward_ops`` of the op after which its
     memory on the device is freed: the last op that reads it, or a later one during which the copy ends."""
     op_ends = forward_ends(graph)
@@ -50,13 +50,13 @@ def free_positions(graph: JointGraph, copies: Iterable[SavedForm]) -> dict[int, 
     freed_after, copy_end = dict[int, int](), 0.0
     for form in copy_order(graph, copies):
         computed_at = op_ends[position_of[graph.maker[form.value].index]]
-        copy_end = max(copy_end, computed_at) + seconds_of(form)  # after the copy before it
+        copy_end = max(copy_end, computed_at) + copy_seconds_of(form)  # after the copy before it
         running_at_end = min(bisect_left(op_ends, copy_end), len(op_ends) - 1)
         freed_after[form.value] = max(last_use[form.value], running_at_end)
     return freed_after
 
 
-def seconds_of(copy: SavedForm) -> float:
+def copy_seconds_of(copy: SavedForm) -> float:
     """Return the seconds of a copy between device and host, the same in either direction."""
     assert copy.copy_seconds is not None, "it is a copy"
     return copy.copy_seconds
@@ -71,7 +71,7 @@ def fetch_positions(graph: JointGraph, needed: Mapping[int, int], copies: Mappin
     from_last = sorted(needed.items(), key=lambda item: (-item[1], -item[0]))
     for value, needed_at in from_last:
         # it has to be done when its value is needed and when the copy after it begins
-        latest_start = min(op_starts[needed_at], latest_start) - seconds_of(copies[value])
+        latest_start = min(op_starts[needed_at], latest_start) - copy_seconds_of(copies[value])
         positions[value] = min(needed_at, max(0, bisect_right(op_starts, latest_start) - 1))
     return positions
 
@@ -87,15 +87,15 @@ def simulate_waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, fl
     copied_at = dict[int, float]()
     """By encoded value: seconds at which its last copy is done."""
     for action in actions:
-        form = None if action.form is None else graph.form[action.form]
+        form = None if action.encoding is None else graph.form_by_encoded[action.encoding]
         if action.kind == "run" and action.op is not None:
-            now += action.called(graph).seconds
+            now += action.called_op(graph).seconds
         elif form is not None and action.kind in ("stored", "fetched"):  # it waits for the end of a copy
             wait = max(0.0, copied_at[form.encoded] - now)
             wait_of[form.value] = wait_of.get(form.value, 0.0) + wait
             now += wait
         elif form is not None and form.is_copied:
-            queue_end[action.kind] = max(queue_end[action.kind], now) + seconds_of(form)
+            queue_end[action.kind] = max(queue_end[action.kind], now) + copy_seconds_of(form)
             copied_at[form.encoded] = queue_end[action.kind]
         elif form is not None:
             now += form.store_seconds if action.kind == "store" else form.fetch_seconds

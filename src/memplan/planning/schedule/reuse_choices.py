@@ -105,7 +105,7 @@ def _counterparts(source: JointGraph, graph: JointGraph) -> Mapping[int, int] | 
 def _is_same_op(source_op: GraphOp, op: GraphOp) -> bool:
     """Return whether ops of two graphs may correspond: the same target and number of results, both recomputable or
     both not."""
-    first, second = ((each.target, len(each.makes), each.random, each.once) for each in (source_op, op))
+    first, second = ((each.target, len(each.makes), each.random, each.must_run_once) for each in (source_op, op))
     return first == second
 
 

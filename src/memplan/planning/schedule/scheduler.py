@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memplan._interrupts import safe_point
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, SavedForm, output_bases, recomputable
+from memplan.planning.graph.joint_graph import (
+    RESIDENT,
+    GraphOp,
+    JointGraph,
+    SavedForm,
+    output_bases,
+    recomputable_values,
+)
 from memplan.planning.schedule import host_copies
 from memplan.planning.schedule.actions import Action, Choices
 
@@ -38,14 +45,14 @@ class Schedule:
     @property
     def seconds(self) -> float:
         """Seconds that recomputation, encodings and waits add to the step."""
-        form, total = self.graph.form, sum(self.waits.values())
+        form, total = self.graph.form_by_encoded, sum(self.waits.values())
         for action in (*self.forward, *self.backward):
             if action.kind == "run" and action.recomputed:
-                total += action.called(self.graph).seconds
-            elif action.kind == "store" and action.form is not None:
-                total += form[action.form].use_seconds
-            elif action.kind == "fetch" and action.form is not None:
-                total += form[action.form].fetch_seconds
+                total += action.called_op(self.graph).seconds
+            elif action.kind == "store" and action.encoding is not None:
+                total += form[action.encoding].use_seconds
+            elif action.kind == "fetch" and action.encoding is not None:
+                total += form[action.encoding].fetch_seconds
         return total
 
     @property
@@ -63,10 +70,10 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
     return _Scheduler(graph, choices).run()
 
 
-def changed_at_once(graph: JointGraph, choices: Choices, value_id: int) -> bool:
+def may_change_after_return(graph: JointGraph, choices: Choices, value_id: int) -> bool:
     """Return whether value ``value_id`` may change once its gradient is returned: by an early update, or hooks."""
     value = graph.values[value_id]
-    return value.hooked or (choices.gradients.updates and value.kind == "parameter")
+    return value.hooked or (choices.gradients.updates_early and value.kind == "parameter")
 
 
 def frees_gradient(graph: JointGraph, choices: Choices, value_id: int) -> bool:
@@ -85,7 +92,7 @@ def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
     gradients_in_base = Counter(graph.base(gradient) for _, gradient in graph.gradients)
     copied = set[int]()
     for value_id, gradient in graph.gradients:
-        if choices.gradients.adds and graph.values[value_id].kind == "parameter":
+        if choices.gradients.accumulates and graph.values[value_id].kind == "parameter":
             continue
         base = graph.values[graph.base(gradient)]
         is_shared = gradients_in_base[base.id] > 1 or base.id in outputs
@@ -110,22 +117,24 @@ class _Draft:
     def to_action(self) -> Action:
         """Return the finished action."""
         frees = tuple(sorted(self.frees))
-        return replace(self.action, reads=self.reads, makes=self.makes, into=self.overwritten, frees=frees)
+        return replace(self.action, reads=self.reads, makes=self.makes, overwritten=self.overwritten, frees=frees)
 
 
 def _store_draft(form: SavedForm) -> _Draft:
     """Return the action that encodes a value, or begins its copy to host memory."""
-    return _Draft(Action("store", value=form.value, form=form.encoded), (form.value,), (form.encoded,))
+    return _Draft(Action("store", value=form.value, encoding=form.encoded), (form.value,), (form.encoded,))
 
 
 def _fetch_draft(form: SavedForm) -> _Draft:
     """Return the action that decodes a value, or begins its copy to the device."""
-    return _Draft(Action("fetch", value=form.value, form=form.encoded), (form.encoded, *form.also_reads), (form.value,))
+    return _Draft(
+        Action("fetch", value=form.value, encoding=form.encoded), (form.encoded, *form.fetch_operands), (form.value,)
+    )
 
 
 def _wait_draft(kind: Literal["stored", "fetched"], form: SavedForm) -> _Draft:
     """Return the action that waits for the end of a copy to (``stored``) or from (``fetched``) host memory."""
-    return _Draft(Action(kind, value=form.value, form=form.encoded), (form.value, form.encoded), ())
+    return _Draft(Action(kind, value=form.value, encoding=form.encoded), (form.value, form.encoded), ())
 
 
 class _Scheduler:
@@ -142,16 +151,16 @@ class _Scheduler:
         for form in graph.ranked_forms:
             is_chosen = (form.lever, form.value) in choices.saved_forms and form.value not in self.outputs
             # of several chosen encodings from which a value can be decoded, only the first by rank is used
-            if is_chosen and (not form.whole or self.decoded_from.setdefault(form.value, form) is form):
+            if is_chosen and (not form.can_restore_value or self.decoded_from.setdefault(form.value, form) is form):
                 used_forms.append(form)
         self.forms = {form.encoded: form for form in used_forms}
         """Encodings that are used, by the id of the encoded value."""
         self.encoding_read_by: dict[tuple[int, int], SavedForm] = {}
         """Encoding that an op reads instead of a value, by (op, value)."""
         for form in used_forms:
-            for op in form.direct:
+            for op in form.direct_readers:
                 self.encoding_read_by.setdefault((op, form.value), form)
-        self.to_recompute = (choices.recompute & recomputable(graph)) - self.decoded_from.keys()
+        self.to_recompute = (choices.recompute & recomputable_values(graph)) - self.decoded_from.keys()
         """Values that are recomputed; those that can be decoded are not."""
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         """Values of parameters, buffers, inputs and constants."""
@@ -220,7 +229,7 @@ class _Scheduler:
         The first are by the index in ``graph.ops`` of the op that computes the value, the others by the position in
         ``graph.forward_ops`` of the op after which they come.
         """
-        after = host_copies.free_positions(self.graph, forms)
+        after = host_copies.device_free_positions(self.graph, forms)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
         for form in host_copies.copy_order(self.graph, forms):
@@ -241,7 +250,7 @@ class _Scheduler:
             form = next((form for form in encodings if form is not None), None)
             if form is not None:  # the op reads the first such encoding instead of its value
                 reads = tuple(form.encoded if value == form.value else value for value in op.reads)
-                run = replace(run, form=form.encoded)
+                run = replace(run, encoding=form.encoded)
             rematerializations, copied_back = self._rematerialize(value for value in op.reads if value in reads)
             needed_at.update(dict.fromkeys(copied_back, index))
             drafts_of_ops.append([*rematerializations, _Draft(run, reads, op.makes)])
@@ -293,9 +302,9 @@ class _Scheduler:
             form = self.decoded_from.get(value)
             if form is not None and form.is_copied:
                 copied_back.add(value)
-            elif form is not None and form.also_reads:
+            elif form is not None and form.fetch_operands:
                 decoded_with_operands[self.graph.maker[value].index] = form
-                stack.extend(form.also_reads)
+                stack.extend(form.fetch_operands)
             elif form is not None:
                 decoded.add(value)
             elif value in self.to_recompute:
@@ -307,7 +316,7 @@ class _Scheduler:
         self.live.update(copied_back)
         drafts = list[_Draft]()
         for index in sorted({*ops, *decoded_with_operands}):
-            reads = decoded_with_operands[index].also_reads if index in decoded_with_operands else ops[index].reads
+            reads = decoded_with_operands[index].fetch_operands if index in decoded_with_operands else ops[index].reads
             drafts += self._fetch_missing(decoded & set(reads))
             if index in decoded_with_operands:
                 drafts.append(_fetch_draft(decoded_with_operands[index]))
@@ -333,7 +342,7 @@ class _Scheduler:
         for value_id, gradient in self.graph.gradients:
             ready_at[value_id] = last_use.get(self.graph.base(gradient), 0)
             is_freed = frees_gradient(self.graph, self.choices, value_id)
-            if changed_at_once(self.graph, self.choices, value_id):
+            if may_change_after_return(self.graph, self.choices, value_id):
                 ready_at[value_id] = max(ready_at[value_id], last_use.get(self.graph.base(value_id), 0))
             elif self._is_kept_by_autograd(value_id) or (self.choices.fused and not is_freed):
                 grouped.add(value_id)
@@ -347,7 +356,7 @@ class _Scheduler:
             last_of_group.update(dict.fromkeys(group, group[-1]))
         returns_after: dict[int, list[_Draft]] = defaultdict(list)
         for value_id, gradient in self.graph.gradients:
-            action = Action("give", value=value_id, source=gradient, copies=value_id in self.copied_gradients)
+            action = Action("give", value=value_id, source=gradient, returns_copy=value_id in self.copied_gradients)
             index = last_of_group[ready_at[value_id]] if value_id in grouped else ready_at[value_id]
             returns_after[index].append(_Draft(action, (self.graph.base(gradient),), ()))
         return [action for index, draft in enumerate(drafts) for action in (draft, *returns_after.get(index, ()))]
@@ -375,8 +384,8 @@ class _Scheduler:
         for draft in drafts:
             if draft.action.op is None or not draft.makes:
                 continue
-            op = draft.action.called(self.graph)
-            is_piecewise = op.scratch_into is not None
+            op = draft.action.called_op(self.graph)
+            is_piecewise = op.in_place_scratch is not None
             is_excluded = is_piecewise and piecewise_ops is not None and op.index not in piecewise_ops
             makes_first_result = draft.makes[0] == op.makes[0]  # the only one that can overwrite
             if is_excluded or not makes_first_result:
@@ -387,7 +396,7 @@ class _Scheduler:
                 draft.frees.remove(draft.overwritten)
 
 
-def with_fewest_pieces(planned: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
+def with_fewest_piecewise_ops(planned: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
     """Return the schedule with ops working in place piece by piece only where the step would not fit otherwise.
 
     ``fits`` returns for every action, forward and backward, whether the bytes during it are within the budget. Working

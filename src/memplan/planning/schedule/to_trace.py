@@ -114,9 +114,9 @@ class _Tracer:
             self._run_action(action, "forward")
         for action in self.schedule.backward:
             self._run_action(action, "backward")
-        if self.outside_memory.update and not self.schedule.choices.gradients.updates:
+        if self.outside_memory.update_bytes and not self.schedule.choices.gradients.updates_early:
             start = self.tick
-            self._allocate_temporary(self.outside_memory.update, len(self.ops))
+            self._allocate_temporary(self.outside_memory.update_bytes, len(self.ops))
             self._add_op("optimizer.step", "optimizer", start)
         return begin
 
@@ -140,11 +140,11 @@ class _Tracer:
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
                 self.entry_of[value.id] = self._allocate_before(value)
-        if self.schedule.choices.gradients.adds:
+        if self.schedule.choices.gradients.accumulates:
             for of, _ in self.graph.gradients:
                 value = self.graph.values[of]
                 if value.kind == "parameter":
-                    self._allocate(value.own_bytes, "parameter_gradient", value=value, op=None, name=value.path)
+                    self._allocate(value.contiguous_bytes, "parameter_gradient", value=value, op=None, name=value.path)
         for cause, size in self.outside_memory.by_cause().items():
             allocated_by_ops = sum(self.unallocated_workspaces.values()) if cause == "workspace" else 0
             if size > allocated_by_ops:
@@ -232,15 +232,15 @@ class _Tracer:
             transient_bytes += self._free(action)
         requests, library_workspace, unread_entries = tuple[int, ...](), 0, list[int]()
         if action.kind == "run" and action.op is not None:
-            if action.form is None:
-                requests = action.called(self.graph).requests
+            if action.encoding is None:
+                requests = action.called_op(self.graph).requests
             else:  # it reads an encoding
-                requests = self.graph.form[action.form].direct_requests
+                requests = self.graph.form_by_encoded[action.encoding].direct_reader_requests
             library_workspace = self.unallocated_workspaces.pop(action.op, 0)
         unread_bytes = self.bytes.unread_bytes(action) if action.kind == "run" else 0
         allocated_before = list[int]()
-        if requests and peak_of(requests) == transient_bytes - unread_bytes and action.form is None:
-            before_results = requests[: action.called(self.graph).early_requests]
+        if requests and peak_of(requests) == transient_bytes - unread_bytes and action.encoding is None:
+            before_results = requests[: action.called_op(self.graph).requests_before_results]
             allocated_before = [self._allocate(request, "temporary", None, op) for request in before_results]
         needs_order = bool(unread_bytes or self._result_order(action))
         if needs_order and not frees_operands_first and transient_bytes >= unread_bytes:
@@ -248,7 +248,7 @@ class _Tracer:
             transient_bytes -= unread_bytes
         else:
             for position, value in enumerate(self._without_host_values(action.makes)):
-                self._allocate_value(value, op, phase, action.into if position == 0 else None)
+                self._allocate_value(value, op, phase, action.overwritten if position == 0 else None)
         self._allocate_temporary(transient_bytes, op, requests, library_workspace, allocated_before)
         for entry in unread_entries:
             self._release(entry)
@@ -263,7 +263,7 @@ class _Tracer:
     def _allocate_results(self, action: Action, op: int, phase: Phase) -> list[int]:
         """Allocate all results of an op in the order in which its kernel does, and return the storages of those that
         nothing reads, in the order of the results. ``op``: index in the trace."""
-        called, unread_entries = action.called(self.graph), dict[int, int]()  # by position of the result
+        called, unread_entries = action.called_op(self.graph), dict[int, int]()  # by position of the result
         made = self._without_host_values(action.makes)
         discarded_bytes = dict(enumerate(called.discarded_by_output))
         if sum(discarded_bytes.values()) != called.discarded:  # those of each result are not known
@@ -271,7 +271,7 @@ class _Tracer:
         for position in dict.fromkeys((*self._result_order(action), *range(len(called.outputs)))):
             value = called.outputs[position]
             if value in made:
-                self._allocate_value(value, op, phase, action.into if value == action.makes[0] else None)
+                self._allocate_value(value, op, phase, action.overwritten if value == action.makes[0] else None)
                 continue
             size = discarded_bytes.get(position, 0) if value is None else self.bytes.owned_bytes([value])
             if size:
@@ -285,11 +285,13 @@ class _Tracer:
         the results in the order in which it returns them."""
         if action.op is None or self.outside_memory.home.card is None:
             return ()
-        return RESULT_ORDER.get(action.called(self.graph).target, ())
+        return RESULT_ORDER.get(action.called_op(self.graph).target, ())
 
     def _free(self, action: Action) -> int:
         """Free the values of ``action.frees`` and return their bytes."""
-        freed = [value for value in self._without_host_values(action.frees) if not self.graph.values[value].held]
+        freed = [
+            value for value in self._without_host_values(action.frees) if not self.graph.values[value].kept_by_backward
+        ]
         for value in freed:
             self._release(self.entry_of.pop(value))
         return sum(self.graph.values[value].bytes for value in freed)
@@ -301,10 +303,10 @@ class _Tracer:
     def _op_name(self, action: Action) -> str:
         """Return the name of an action in the trace: of its op, or as in ``memplan.encode``."""
         if action.op is not None:
-            op = action.called(self.graph)
+            op = action.called_op(self.graph)
             return opaque_calls.title_of(op.target, op.args)
-        if action.form is not None and action.kind in ("store", "fetch"):
-            stores, fetches = find(self.graph.form[action.form].lever).verbs
+        if action.encoding is not None and action.kind in ("store", "fetch"):
+            stores, fetches = find(self.graph.form_by_encoded[action.encoding].lever).verbs
             return f"memplan.{stores if action.kind == 'store' else fetches}"
         if action.kind == "receive" and self.outside_memory.loss_bytes:
             return "the loss, outside of the plan"
@@ -317,7 +319,7 @@ class _Tracer:
         if action is not None:
             read = tuple(self.entry_of[value] for value in action.reads if value in self.entry_of)
             written = tuple(self.entry_of[value] for value in action.makes if value in self.entry_of)
-            graph_op = None if action.op is None else action.called(self.graph)
+            graph_op = None if action.op is None else action.called_op(self.graph)
             recomputed = action.recomputed
         layer, where, gradient_of = "", None, None
         if graph_op is not None:

@@ -42,7 +42,7 @@ class Copies:
         forms = [flat.host_copy_indices[index] for index in self.used_copies]
         self.row_of_copy = np.array([flat.row_of_form[form] for form in forms], dtype=np.int64)
         """Row of the value that is copied."""
-        self.copy_seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
+        self.copy_seconds = np.array([host_copies.copy_seconds_of(flat.forms[form]) for form in forms])
         """Seconds of the copy in one direction."""
         seconds_of_copies = (
             used[index] * flat.forms[flat.host_copy_indices[index]].use_seconds for index in self.used_copies
@@ -58,7 +58,7 @@ class Copies:
         """By candidate: the number of copies it uses."""
         most_copies = int(self.counts.max(initial=0))
         # Of many copies that any candidate uses, each uses few: orders are over those of a candidate alone.
-        store_order = np.lexsort((self.row_of_copy, flat.maker[self.row_of_copy]))
+        store_order = np.lexsort((self.row_of_copy, flat.op_of_row[self.row_of_copy]))
         self.store_order = store_order[np.argsort(~in_use[store_order], axis=0, kind="stable")[:most_copies]]
         """(place in the order, candidate): its copies in the order in which they are copied to the host, that of the
         ops that compute the values. Those past its number are any."""
@@ -84,7 +84,7 @@ class Copies:
         for k, index in enumerate(self.store_order):  # `index` has a copy for each candidate
             row, used = self.row_of_copy[index], k < self.counts
             # the copy begins when the value is computed and the copy before it is done
-            copy_end = np.maximum(previous_copy_end, op_ends[self.flat.maker[row]]) + self.copy_seconds[index]
+            copy_end = np.maximum(previous_copy_end, op_ends[self.flat.op_of_row[row]]) + self.copy_seconds[index]
             previous_copy_end = np.where(used, copy_end, previous_copy_end)
             op_at_copy_end = np.minimum(np.searchsorted(op_ends, copy_end), len(op_ends) - 1)
             freed_at = np.maximum(op_at_copy_end, self.flat.last_forward_use[row])  # not while ops read the value
@@ -158,7 +158,7 @@ class Copies:
         op_ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(store_seconds, axis=0)
         previous_copy_end, all_candidates = np.zeros(self.candidate_count), np.arange(self.candidate_count)
         for k, index in enumerate(self.store_order):
-            op = self.flat.maker[self.row_of_copy[index]]
+            op = self.flat.op_of_row[self.row_of_copy[index]]
             value_computed = (
                 op_ends[op, all_candidates] - store_seconds[op, all_candidates]
             )  # before encodings are stored

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from memplan._interrupts import safe_point
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
@@ -37,11 +37,15 @@ class Evaluator:
     ``flat.recomputable_values`` is recomputed, then whether each of ``flat.forms`` is used."""
 
     def __init__(
-        self, graph: JointGraph, outside_memory: OutsideMemory | None = None, *, gradients: GradientUse = STAYS
+        self,
+        graph: JointGraph,
+        outside_memory: OutsideMemory | None = None,
+        *,
+        gradients: GradientUse = KEPT_UNTIL_UPDATE,
     ) -> None:
         outside_memory = OutsideMemory() if outside_memory is None else outside_memory
         self.flat = FlatGraph(graph, outside_memory, gradients)
-        self.rows = len(self.flat.droppable) + len(self.flat.forms)
+        self.decision_count = len(self.flat.recomputable_values) + len(self.flat.forms)
         """Number of booleans of a candidate."""
         self._latest: dict[bytes, Levels] = {}
         """Results by digest of their candidates, those used last at the end."""
@@ -54,7 +58,7 @@ class Evaluator:
         """Return choices as a candidate, the inverse of `choices`."""
         flat = self.flat
         return np.array(
-            [value in choices.recompute for value in flat.droppable]
+            [value in choices.recompute for value in flat.recomputable_values]
             + [(form.lever, form.value) in choices.saved_forms for form in flat.forms],
             dtype=bool,
         )
@@ -62,8 +66,8 @@ class Evaluator:
     def schedule_of(self, column: npt.NDArray[np.bool_]) -> Schedule:
         """Return the schedule of a candidate."""
         flat = self.flat
-        value_bits, form_bits = np.split(column, [len(flat.droppable)])
-        drops = frozenset(value for value, chosen in zip(flat.droppable, value_bits, strict=True) if chosen)
+        value_bits, form_bits = np.split(column, [len(flat.recomputable_values)])
+        drops = frozenset(value for value, chosen in zip(flat.recomputable_values, value_bits, strict=True) if chosen)
         chosen_forms = (form for form, chosen in zip(flat.forms, form_bits, strict=True) if chosen)
         forms = frozenset((form.lever, form.value) for form in chosen_forms)
         return schedule(flat.graph, Choices(drops, forms, flat.gradients, order=flat.graph.order))
@@ -72,11 +76,15 @@ class Evaluator:
         """Return the choices of a candidate, without those that have no effect on its schedule."""
         flat, planned = self.flat, self.schedule_of(column)
         recomputed = {value for action in planned.backward if action.recomputed for value in action.makes}
-        stored = (flat.graph.form[a.form] for a in planned.forward if a.kind == "store" and a.form is not None)
+        stored = (
+            flat.graph.form_by_encoded[a.encoding]
+            for a in planned.forward
+            if a.kind == "store" and a.encoding is not None
+        )
         saved_forms = frozenset((form.lever, form.value) for form in stored)
         return Choices(frozenset(recomputed), saved_forms, flat.gradients, order=flat.graph.order)
 
-    def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squared: int = 0) -> Evaluated:
+    def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squarings: int = 0) -> Evaluated:
         """Compute peak, added seconds and excess over the budget of every candidate.
 
         Args:
@@ -88,15 +96,15 @@ class Evaluator:
         count = columns.shape[1]
         peak, seconds = np.zeros(count, dtype=np.int64), np.zeros(count)
         excess, load = np.zeros(count), np.zeros(count)
-        needed = np.zeros((len(self.flat.values), count), dtype=bool)
+        needed = np.zeros((len(self.flat.forward_values), count), dtype=bool)
         for start in range(0, count, CHUNK):
             safe_point()
             part = slice(start, min(start + CHUNK, count))
             batch = self._batch(columns[:, part])
-            peak[part], seconds[part], load[part] = batch.peak, batch.seconds, batch.load
-            needed[:, part] = batch.needed
+            peak[part], seconds[part], load[part] = batch.peak, batch.seconds, batch.summed_bytes
+            needed[:, part] = batch.is_needed
             if budget is not None:
-                excess[part] = batch.excess(budget, squared)
+                excess[part] = batch.excess(budget, squarings)
         return Evaluated(peak, seconds, excess, load, needed)
 
     def profiles(self, columns: Columns) -> list[Profile]:
@@ -116,7 +124,7 @@ class Evaluator:
         key = hashlib.blake2b(columns.tobytes()).digest()
         found = self._latest.pop(key, None)
         if found is None:
-            found = Batch(self.flat, columns).run() if self.flat.regular else _by_schedules(self, columns)
+            found = Batch(self.flat, columns).run() if self.flat.supports_batches else _by_schedules(self, columns)
             while self._latest and sum(result.nbytes for result in self._latest.values()) + found.nbytes > LATEST_BYTES:
                 del self._latest[next(iter(self._latest))]  # the one that was not used for longest
         self._latest[key] = found
@@ -147,5 +155,5 @@ def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:
         parts.append((forward, slots, np.array(planned_levels.update)))
         seconds.append(planned.seconds)
     forward, slots, update = (np.stack([part[k] for part in parts], axis=-1) for k in range(3))
-    all_needed = np.ones((len(flat.values), columns.shape[1]), dtype=bool)  # not computed here
+    all_needed = np.ones((len(flat.forward_values), columns.shape[1]), dtype=bool)  # not computed here
     return Levels(forward, slots, update, np.array(seconds), all_needed)

@@ -48,7 +48,7 @@ class Batch(Needs):
         forward, boundary = self._forward()
         self._recompute()
         slots, end = self._backward(boundary)
-        update = end if flat.gradients.updates else end + flat.outside_memory.update
+        update = end if flat.gradients.updates_early else end + flat.outside_memory.update_bytes
         if self.host_copies is not None:
             self.seconds += self.host_copies.added_seconds + self.host_copies.waits(
                 self.store_seconds, self.recompute_seconds
@@ -62,7 +62,7 @@ class Batch(Needs):
         flat = self.flat
         freed = ~self.saved_as_is & ~flat.is_output[:, None]  # which values are freed in the forward pass
         net = np.repeat(flat.result_bytes[:, None], self.candidate_count, axis=1)  # by op: change of the level
-        if len(flat.values):  # less the values that are freed after each op
+        if len(flat.forward_values):  # less the values that are freed after each op
             freed_bytes = np.where(freed, flat.value_bytes[:, None], 0)[flat.rows_by_free]
             net[flat.freeing_ops] -= np.add.reduceat(freed_bytes, flat.first_freed_by_op, axis=0)
         for index in flat.encoding_indices:  # plus encodings, stored after the last op that uses the value
@@ -122,7 +122,7 @@ class Batch(Needs):
             # values whose copy to the host is done, and those written into buffers, are freed after all stores
             if copied_bytes_freed is not None:
                 later_change -= copied_bytes_freed[position]
-            for row in np.flatnonzero(flat.is_written_into_buffer & (flat.freed_at == position)):
+            for row in np.flatnonzero(flat.is_written_into_buffer & (flat.freed_after_op == position)):
                 later_change -= freed[row] * flat.value_bytes[row]
             stored_later: dict[int, Any] = {}
             """By row: which candidates store another form of the value after this form."""
@@ -322,7 +322,7 @@ class Batch(Needs):
         for index in flat.encoding_indices:
             last_form_read = self.last_encoding_read[index]
             frees_form = last_form_read >= 0
-            if flat.forms[index].whole:
+            if flat.forms[index].can_restore_value:
                 # If the value is decoded no later than the form's last reader, that reader frees the form.
                 row = flat.row_of_form[index]
                 decoded_from = self.first_needed_slot[row].astype(np.int64) * self.positions_per_slot

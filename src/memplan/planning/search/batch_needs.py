@@ -31,14 +31,14 @@ class Needs:
         self.flat, self.candidate_count = flat, columns.shape[1]
         self.positions_per_slot = len(flat.forward_ops) + 1
         """Number of positions in a slot."""
-        count, drops = self.candidate_count, len(flat.droppable)
+        count, drops = self.candidate_count, len(flat.recomputable_values)
         # which forms are used, and which values are recomputed
         self.uses_form = columns[drops:].copy()
         """(form, candidate): whether the candidate uses the form. Of several forms that a value can be fetched from,
         only the first is used."""
-        self.recomputes = np.zeros((len(flat.values), count), dtype=bool)
+        self.recomputes = np.zeros((len(flat.forward_values), count), dtype=bool)
         """(row, candidate): whether the candidate recomputes the value if it is needed."""
-        self.recomputes[flat.drop_rows] = columns[:drops]
+        self.recomputes[flat.recomputable_rows] = columns[:drops]
         for row, forms in flat.fetchable_forms_of_row.items():
             for k, index in enumerate(forms):
                 for earlier in forms[:k]:
@@ -55,9 +55,9 @@ class Needs:
         """Row -> slot in which the value is recomputed, by candidate; NEVER if it is not."""
         self.fetch_slots: dict[int, Ints] = {}
         """Encoding that is fetched with other operands -> slot in which the value is fetched from it, by candidate."""
-        self.first_needed_slot = np.full((len(flat.values), count), NEVER, dtype=np.int32)
+        self.first_needed_slot = np.full((len(flat.forward_values), count), NEVER, dtype=np.int32)
         """(row, candidate): slot in which the value is first needed."""
-        self.last_needed_position = np.full((len(flat.values), count), -1, dtype=np.int32)
+        self.last_needed_position = np.full((len(flat.forward_values), count), -1, dtype=np.int32)
         """(row, candidate): position at which the value is last needed; -1 if it is not."""
         self.last_parameter_read = {v: np.full(count, -1, dtype=np.int32) for v in flat.returns_of_parameter}
         """By parameter: position of the last recomputed op that reads it, which delays the return of its gradient; by
@@ -104,7 +104,7 @@ class Needs:
         self.first_needed_slot[:] = flat.first_reading_slot[:, None]
         last_read = (flat.last_reading_slot + 1) * self.positions_per_slot - 1  # of backward ops; -1 if none reads it
         self.last_needed_position[:] = last_read[:, None]
-        for slot, readable in flat.direct:  # (form, row) of the forms that the slot's op can read
+        for slot, readable in flat.form_readers:  # (form, row) of the forms that the slot's op can read
             reads_some_form = np.zeros(self.candidate_count, dtype=bool)
             position = self.position_of_backward_op(slot)
             reads_form_of: dict[int, Any] = {}
@@ -116,7 +116,9 @@ class Needs:
                 last_reads = self.last_encoding_read[index]
                 np.maximum(last_reads, position, out=last_reads, where=reads_form)
                 op = flat.graph.backward_ops[slot - 1]  # slot 0 has no backward op
-                self.encoding_reader_scratch[slot] += reads_form * (flat.forms[index].direct_scratch - op.scratch)
+                self.encoding_reader_scratch[slot] += reads_form * (
+                    flat.forms[index].direct_reader_scratch - op.scratch
+                )
                 self.encoding_reader_unsaved[slot] += reads_form * op.scratch_saved
             for row, reads_form in reads_form_of.items():  # the others read the value itself
                 first_slots, last_positions = self.first_needed_slot[row], self.last_needed_position[row]

@@ -23,9 +23,9 @@ class Evaluated:
     """Seconds added to the step."""
     excess: npt.NDArray[np.float64]
     """Bytes over the budget (or their squares), summed over all positions: it ranks near misses with the same peak."""
-    load: npt.NDArray[np.float64]
+    summed_bytes: npt.NDArray[np.float64]
     """Live bytes, summed over all positions: it ranks candidates by how much memory they leave free."""
-    needed: npt.NDArray[np.bool_]
+    is_needed: npt.NDArray[np.bool_]
     """(forward values, candidates): which values the backward pass needs in any form."""
 
 
@@ -57,13 +57,13 @@ class Levels:
     update: Ints
     """Bytes during the optimizer's update."""
     seconds: npt.NDArray[np.float64]
-    needed: npt.NDArray[np.bool_]
+    is_needed: npt.NDArray[np.bool_]
     """(forward value, candidate): whether the backward pass needs the value in any form."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of these arrays in host memory."""
-        arrays = self.forward, self.slots, self.update, self.seconds, self.needed
+        arrays = self.forward, self.slots, self.update, self.seconds, self.is_needed
         return sum(array.nbytes for array in arrays)
 
     @property
@@ -73,12 +73,12 @@ class Levels:
         return np.maximum(most, self.forward.max(axis=0, initial=0))
 
     @property
-    def load(self) -> npt.NDArray[np.float64]:
+    def summed_bytes(self) -> npt.NDArray[np.float64]:
         """Bytes of each candidate, summed over all positions: it ranks candidates by how much memory they leave
         free."""
         return (self.forward.sum(axis=0) + self.slots.sum(axis=0)).astype(np.float64)
 
-    def excess(self, budget: int | Profile, squared: int) -> npt.NDArray[np.float64]:
+    def excess(self, budget: int | Profile, squarings: int) -> npt.NDArray[np.float64]:
         """Return the bytes of each candidate over a budget, summed over all positions.
 
         Args:
@@ -92,9 +92,9 @@ class Levels:
         total = np.zeros(len(self.seconds))
         for difference in (self.update[None] - update, self.forward - forward, self.slots - slots):
             over_budget = np.maximum(difference, 0)
-            if squared:
+            if squarings:
                 over_budget = over_budget.astype(np.float64)  # squares of bytes overflow integers
-                for _ in range(squared):
+                for _ in range(squarings):
                     over_budget *= over_budget
             total += over_budget.sum(axis=0)
         return total

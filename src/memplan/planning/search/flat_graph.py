@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, SavedForm, recomputable
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, SavedForm, recomputable_values
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import base_level
-from memplan.planning.schedule.scheduler import changed_at_once, copied_gradients, frees_gradient
+from memplan.planning.schedule.scheduler import copied_gradients, frees_gradient, may_change_after_return
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,7 +61,9 @@ class ForwardOp:
 class FlatGraph:
     """The graph with a fixed use of its gradients, as arrays."""
 
-    def __init__(self, graph: JointGraph, outside_memory: OutsideMemory, gradients: GradientUse = STAYS) -> None:
+    def __init__(
+        self, graph: JointGraph, outside_memory: OutsideMemory, gradients: GradientUse = KEPT_UNTIL_UPDATE
+    ) -> None:
         self.graph, self.outside_memory, self.gradients = graph, outside_memory, gradients
         self.always_live_bytes = base_level(graph, Choices(gradients=gradients), outside_memory)
         """Bytes that are live during the whole step."""
@@ -72,23 +74,25 @@ class FlatGraph:
         self.tangents = {value.id for value in graph.values if value.kind == "tangent"}
         """Gradients of the outputs."""
         # forward values, and which of them may be recomputed
-        self.values = sorted(value for op in graph.forward_ops for value in op.makes)
+        self.forward_values = sorted(value for op in graph.forward_ops for value in op.makes)
         """By row: the forward value."""
-        self.row = {value: row for row, value in enumerate(self.values)}
+        self.row_of_value = {value: row for row, value in enumerate(self.forward_values)}
         """By forward value: its row."""
-        self.value_bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
+        self.value_bytes = np.array([graph.values[value].bytes for value in self.forward_values], dtype=np.int64)
         """By row: bytes of the value."""
-        self.is_output = np.array([value in self.output_bases for value in self.values], dtype=bool)
+        self.is_output = np.array([value in self.output_bases for value in self.forward_values], dtype=bool)
         """By row: whether the value has the memory of an output of the step."""
-        can_rerun = recomputable(graph)
-        self.droppable = tuple(value for value in self.values if value in can_rerun)
+        can_rerun = recomputable_values(graph)
+        self.recomputable_values = tuple(value for value in self.forward_values if value in can_rerun)
         """Forward values that may be recomputed."""
-        self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
+        self.recomputable_rows = np.array(
+            [self.row_of_value[value] for value in self.recomputable_values], dtype=np.int64
+        )
         """Their rows."""
         # forms in which they may be saved
         self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.output_bases)
         """Saved forms by rank: copies last."""
-        self.row_of_form = [self.row[form.value] for form in self.forms]
+        self.row_of_form = [self.row_of_value[form.value] for form in self.forms]
         """By form: the row of its value."""
         self.encoded_bytes = [graph.values[form.encoded].bytes for form in self.forms]
         """By form: bytes of the encoding."""
@@ -104,7 +108,7 @@ class FlatGraph:
         for index, row in sorted(enumerate(self.row_of_form), key=lambda item: (item[1], item[0])):
             if index in self.encoding_indices:
                 self.encodings_of_row[row].append(index)
-            if self.forms[index].whole:
+            if self.forms[index].can_restore_value:
                 self.fetchable_forms_of_row[row].append(index)
         # ops, and when they read and write which values
         self.gradient_returns: tuple[GradientReturn, ...] = ()
@@ -114,12 +118,12 @@ class FlatGraph:
         self._build_forward_ops()
         self._compute_last_uses()
         self._collect_readers()
-        self.maker = np.array([0] * len(self.values), dtype=np.int64)
+        self.op_of_row = np.array([0] * len(self.forward_values), dtype=np.int64)
         """By row: position of the forward op that makes the value."""
         for index, op in enumerate(self.forward_ops):
-            self.maker[list(op.made_rows)] = index
+            self.op_of_row[list(op.made_rows)] = index
         self._compute_shared_arrays()
-        self.regular = self._supports_batches()
+        self.supports_batches = self._supports_batches()
         """Whether candidates can be evaluated in batches; see `_supports_batches`."""
 
     # -- backward
@@ -145,12 +149,12 @@ class FlatGraph:
         """Whether the slot's op overwrites an operand that is no forward value."""
         self.slot_op_bytes[0] = self.slot_net_bytes[0] = sum(graph.values[value].bytes for value in self.tangents)
         self.slot_op_bytes[0] += self.outside_memory.loss_bytes
-        held_tangents = {value for value in self.tangents if graph.values[value].held}
+        held_tangents = {value for value in self.tangents if graph.values[value].kept_by_backward}
         fixed = (
             self.resident_values | self.output_bases | kept_by_autograd | gradients | held_tangents
         )  # not freed by ops
         for value, slot in last_slot.items():
-            if value not in fixed and value not in self.row:
+            if value not in fixed and value not in self.row_of_value:
                 self.slot_net_bytes[slot] -= graph.values[value].bytes
         self.overwritable_in_slot: list[tuple[int, int]] = []
         """(slot, row) of forward values that a backward op can overwrite with its result."""
@@ -161,8 +165,12 @@ class FlatGraph:
             if op.makes:
                 self.slot_bytes_saved_in_place[slot] = graph.values[op.makes[0]].bytes + op.scratch_saved
                 candidates = [v for v in op.overwrites if v not in fixed and v not in self.tangents]
-                self.slot_runs_in_place[slot] = any(last_slot[v] == slot for v in candidates if v not in self.row)
-                self.overwritable_in_slot += [(slot, self.row[v]) for v in candidates if v in self.row]
+                self.slot_runs_in_place[slot] = any(
+                    last_slot[v] == slot for v in candidates if v not in self.row_of_value
+                )
+                self.overwritable_in_slot += [
+                    (slot, self.row_of_value[v]) for v in candidates if v in self.row_of_value
+                ]
 
     def _compute_gradient_returns(self, last_slot: dict[int, int]) -> set[int]:
         """Set ``gradient_returns``, and return the bases of the gradients that autograd keeps as they are.
@@ -174,12 +182,15 @@ class FlatGraph:
         copied_values = copied_gradients(graph, choices)
         returns, bases, kept_by_autograd = list[GradientReturn](), list[int](), set[int]()
         for value, gradient in graph.gradients:
-            base, copied_bytes = graph.base(gradient), graph.values[value].own_bytes if value in copied_values else 0
-            changed, freed = changed_at_once(graph, choices, value), frees_gradient(graph, choices, value)
+            base, copied_bytes = (
+                graph.base(gradient),
+                graph.values[value].contiguous_bytes if value in copied_values else 0,
+            )
+            changed, freed = may_change_after_return(graph, choices, value), frees_gradient(graph, choices, value)
             slot = max(last_slot.get(base, 0), last_slot.get(graph.base(value), 0) if changed else 0)
             if value not in copied_values and not freed:
                 kept_by_autograd.add(base)
-            updated = self.gradients.updates and graph.values[value].kind == "parameter"
+            updated = self.gradients.updates_early and graph.values[value].kind == "parameter"
             update_bytes = self.outside_memory.update_by_parameter.get(value, 0) + copied_bytes if updated else 0
             kept_copy, parameter = 0 if freed else copied_bytes, graph.base(value) if changed else None
             returns.append(GradientReturn(slot, kept_copy, update_bytes, freed_bytes=0, changing_parameter=parameter))
@@ -209,14 +220,16 @@ class FlatGraph:
 
         def flat(op: GraphOp) -> ForwardOp:
             """Return an op with its forward values as rows."""
-            makes = tuple(self.row[value] for value in op.makes)
+            makes = tuple(self.row_of_value[value] for value in op.makes)
             free_operands = (value for value in op.overwrites if value not in self.output_bases)
             return ForwardOp(
                 op,
                 makes,
-                read_rows=tuple(sorted(self.row[value] for value in op.reads if value in self.row)),
+                read_rows=tuple(sorted(self.row_of_value[value] for value in op.reads if value in self.row_of_value)),
                 changing_parameters=tuple(value for value in op.reads if value in updated),
-                overwritable_rows=tuple(self.row[value] for value in free_operands if value in self.row),
+                overwritable_rows=tuple(
+                    self.row_of_value[value] for value in free_operands if value in self.row_of_value
+                ),
                 bytes_during=sum(size[row] for row in makes) + op.discarded + op.scratch,
                 bytes_saved_in_place=size[makes[0]] + op.scratch_saved if makes else 0,
             )
@@ -232,13 +245,13 @@ class FlatGraph:
         """By forward op: (form, row) of those encodings of its results whose decoding needs other operands."""
         for op in self.forward_ops:
             forms = [(form, row) for row in op.made_rows for form in self.encodings_of_row.get(row, ())]
-            with_operands = [(form, row) for form, row in forms if self.forms[form].also_reads]
+            with_operands = [(form, row) for form, row in forms if self.forms[form].fetch_operands]
             self.encodings_fetched_with_operands.append(with_operands)
         self.encodings_fetched_alone: dict[int, list[int]] = {}
         """By row, ascending: the encodings whose decoding needs no other operands."""
         for row, fetchable in self.fetchable_forms_of_row.items():
             encodings = (index for index in fetchable if index in self.encoding_indices)
-            fetched_alone = [index for index in encodings if not self.forms[index].also_reads]
+            fetched_alone = [index for index in encodings if not self.forms[index].fetch_operands]
             if fetched_alone:
                 self.encodings_fetched_alone[row] = fetched_alone
         self.returns_of_parameter = defaultdict[int, list[int]](list)
@@ -250,8 +263,8 @@ class FlatGraph:
     def _fetch_op(self, form: SavedForm) -> GraphOp:
         """Return the decoding of a value from a saved form as an op, to be treated like its recomputation."""
         return replace(
-            self.graph.maker[form.value], reads=form.also_reads, makes=(form.value,), discarded=0,
-            scratch=form.fetch_scratch, overwrites=(), scratch_into=None, seconds=form.fetch_seconds,
+            self.graph.maker[form.value], reads=form.fetch_operands, makes=(form.value,), discarded=0,
+            scratch=form.fetch_scratch, overwrites=(), in_place_scratch=None, seconds=form.fetch_seconds,
         )  # fmt: skip
 
     def _compute_last_uses(self) -> None:
@@ -259,18 +272,18 @@ class FlatGraph:
         a buffer, which is written only after the last op that reads the buffer."""
         position = {op.op.index: index for index, op in enumerate(self.forward_ops)}
         last_op = {value: op.op.index for op in self.forward_ops for value in (*op.op.reads, *op.op.makes)}
-        self.last_forward_use = np.array([position[last_op[value]] for value in self.values], dtype=np.int64)
+        self.last_forward_use = np.array([position[last_op[value]] for value in self.forward_values], dtype=np.int64)
         """By row: position of the forward op that uses the value last."""
-        self.freed_at = self.last_forward_use.copy()
+        self.freed_after_op = self.last_forward_use.copy()
         """By row: position of the forward op after which the value is freed."""
-        self.is_written_into_buffer = np.zeros(len(self.values), dtype=bool)
+        self.is_written_into_buffer = np.zeros(len(self.forward_values), dtype=bool)
         """By row: whether the value is written into a buffer."""
         for buffer, source in self.graph.mutations:
             base = self.graph.base(source)
-            if base in self.row:
-                row = self.row[base]
+            if base in self.row_of_value:
+                row = self.row_of_value[base]
                 written_after = max(last_op.get(buffer, -1), last_op[base])
-                self.freed_at[row] = max(self.freed_at[row], position[written_after])
+                self.freed_after_op[row] = max(self.freed_after_op[row], position[written_after])
                 self.is_written_into_buffer[row] = True
 
     def _collect_readers(self) -> None:
@@ -278,27 +291,29 @@ class FlatGraph:
         readable_forms: dict[tuple[int, int], list[int]] = defaultdict(list)
         """By (op, row): the encodings of the value that the op can read in its place."""
         for index in self.encoding_indices:
-            for op in self.forms[index].direct:
+            for op in self.forms[index].direct_readers:
                 readable_forms[op, self.row_of_form[index]].append(index)
-        self.readers: list[list[int]] = [[] for _ in self.values]
+        self.reading_slots: list[list[int]] = [[] for _ in self.forward_values]
         """By row: slots whose backward op has to read the value itself."""
-        self.direct: list[tuple[int, list[tuple[int, int]]]] = []
+        self.form_readers: list[tuple[int, list[tuple[int, int]]]] = []
         """(slot, [(form, row), ...]) of the encodings that the slot's backward op can read, in the order of its
         reads."""
         for slot, op in enumerate(self.graph.backward_ops, 1):
-            rows = [self.row[value] for value in op.reads if value in self.row]
+            rows = [self.row_of_value[value] for value in op.reads if value in self.row_of_value]
             readable = [(index, row) for row in rows for index in readable_forms.get((op.index, row), ())]
             if readable:
-                self.direct.append((slot, readable))
+                self.form_readers.append((slot, readable))
             for row in rows:
                 if (op.index, row) not in readable_forms:
-                    self.readers[row].append(slot)
+                    self.reading_slots[row].append(slot)
 
     def _compute_shared_arrays(self) -> None:
         """Compute the arrays that all candidates share."""
         never = np.iinfo(np.int32).max
-        self.first_reading_slot = np.array([slots[0] if slots else never for slots in self.readers], dtype=np.int32)
-        self.last_reading_slot = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
+        self.first_reading_slot = np.array(
+            [slots[0] if slots else never for slots in self.reading_slots], dtype=np.int32
+        )
+        self.last_reading_slot = np.array([slots[-1] if slots else -1 for slots in self.reading_slots], dtype=np.int32)
         """By row: first and last slot whose backward op has to read the value itself; the largest int32 and -1 if none
         has."""
         result_bytes = [sum(int(self.value_bytes[row]) for row in op.made_rows) for op in self.forward_ops]
@@ -309,13 +324,13 @@ class FlatGraph:
         self.overwritable_by_op: list[tuple[int, list[int]]] = []
         """(forward op, rows of the operands that its first result can overwrite, if a candidate frees them there)."""
         for index, op in enumerate(self.forward_ops):
-            last_used = [row for row in op.overwritable_rows if self.freed_at[row] == index]
+            last_used = [row for row in op.overwritable_rows if self.freed_after_op[row] == index]
             rows = [row for row in last_used if not self.is_written_into_buffer[row]]
             if op.made_rows and rows:
                 self.overwritable_by_op.append((index, rows))
-        self.rows_by_free = np.argsort(self.freed_at, kind="stable")
+        self.rows_by_free = np.argsort(self.freed_after_op, kind="stable")
         """Rows in the order in which the values are freed in the forward pass."""
-        self.freeing_ops, self.first_freed_by_op = np.unique(self.freed_at[self.rows_by_free], return_index=True)
+        self.freeing_ops, self.first_freed_by_op = np.unique(self.freed_after_op[self.rows_by_free], return_index=True)
         """Forward ops after which values are freed, and where those of each begin in ``rows_by_free``."""
         self.returned_net_bytes = np.zeros(self.slot_count, dtype=np.int64)
         """Change of the level by the gradients that are returned in each slot."""
@@ -335,6 +350,6 @@ class FlatGraph:
         """
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
-        has_foreign_gradient = any(value in self.row or value in self.resident_values for value in bases)
-        has_late_write = any(value not in self.row and value not in self.resident_values for value in sources)
+        has_foreign_gradient = any(value in self.row_of_value or value in self.resident_values for value in bases)
+        has_late_write = any(value not in self.row_of_value and value not in self.resident_values for value in sources)
         return not (has_foreign_gradient or has_late_write or self.has_shared_delayed_returns)

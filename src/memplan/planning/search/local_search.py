@@ -36,8 +36,8 @@ class State:
     peak: int
     seconds: float
     excess: float
-    load: float
-    needed: Column
+    summed_bytes: float
+    is_needed: Column
     """Which forward values the backward pass needs."""
 
     @property
@@ -55,19 +55,21 @@ class State:
 class LocalSearch:
     """Local search under one budget."""
 
-    def __init__(self, evaluator: Evaluator, budget: int | Profile, *, small: int = 0, squared: int = 0) -> None:
+    def __init__(
+        self, evaluator: Evaluator, budget: int | Profile, *, small_bytes: int = 0, squarings: int = 0
+    ) -> None:
         """Collect the moves. Values of at most ``small_bytes`` bytes are always saved.
 
         ``budget`` and ``squarings``: see `Evaluator.evaluate`.
         """
-        self.squared = squared
+        self.squared = squarings
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
-        self.drop_count = len(self.flat.droppable)
+        self.recompute_decisions = len(self.flat.recomputable_values)
         """Number of the first rows of a candidate, which say what is recomputed; the others say which forms are used.
         """
-        self.recompute_decision_of_row = {int(row): index for index, row in enumerate(self.flat.drop_rows)}
+        self.recompute_decision_of_row = {int(row): index for index, row in enumerate(self.flat.recomputable_rows)}
         """By number of a recomputable forward value: the row of a candidate that says whether it is recomputed."""
-        self.may_recompute = self.flat.value_bytes[self.flat.drop_rows] > small
+        self.may_recompute = self.flat.value_bytes[self.flat.recomputable_rows] > small_bytes
         """By row of a candidate: whether the value is large enough to be recomputed."""
         self.all_moves = self._all_moves()
 
@@ -77,7 +79,7 @@ class LocalSearch:
 
     def _evaluate(self, columns: Columns) -> Evaluated:
         """Return peak, seconds and excess over the budget of some candidates."""
-        return self.evaluator.evaluate(columns, self.budget, squared=self.squared)
+        return self.evaluator.evaluate(columns, self.budget, squarings=self.squared)
 
     # -- moves
 
@@ -97,9 +99,11 @@ class LocalSearch:
             for result in results if operands else ():
                 for recompute in (True, False):  # the result, and the opposite for its operands
                     moves.append(((result, *operands), (recompute, *[not recompute] * len(operands))))
-        for row, form in enumerate(flat.forms, self.drop_count):
+        for row, form in enumerate(flat.forms, self.recompute_decisions):
             moves += [((row,), (used,)) for used in (True, False)]
-            value_row = self.recompute_decision_of_row.get(flat.row[form.value])  # None: the value cannot be recomputed
+            value_row = self.recompute_decision_of_row.get(
+                flat.row_of_value[form.value]
+            )  # None: the value cannot be recomputed
             if value_row is not None and form.is_copied:
                 moves.append(((row, value_row), (False, True)))  # recompute it instead
             elif value_row is not None:
@@ -116,19 +120,19 @@ class LocalSearch:
         """Mark values that nothing reads as recomputed, so that they are not kept if a later move makes them needed.
         Peak and seconds stay the same."""
         column = state.column.copy()
-        column[: self.drop_count] |= ~state.needed[self.flat.drop_rows] & self.may_recompute
+        column[: self.recompute_decisions] |= ~state.is_needed[self.flat.recomputable_rows] & self.may_recompute
         return replace(state, column=column)
 
     def moves(self, state: State) -> list[Move]:
         """Return the moves that have an effect in this state, without duplicates."""
-        column, needed = state.column.tolist(), state.needed[self.flat.drop_rows].tolist()
+        column, needed = state.column.tolist(), state.is_needed[self.flat.recomputable_rows].tolist()
         unique = dict[tuple[tuple[int, bool], ...], Move]()
         for rows, bits in self.all_moves:
             changes = tuple((row, bit) for row, bit in zip(rows, bits, strict=True) if column[row] != bit)
             if not changes:
                 continue
             first_row, _ = changes[0]
-            if len(changes) == 1 and first_row < self.drop_count and not needed[first_row]:
+            if len(changes) == 1 and first_row < self.recompute_decisions and not needed[first_row]:
                 continue  # whether to recompute a value that nothing reads
             unique.setdefault(changes, (tuple(row for row, _ in changes), tuple(bit for _, bit in changes)))
         return list(unique.values())
@@ -280,7 +284,7 @@ class LocalSearch:
         good = np.flatnonzero((evaluated.excess == 0) & (saved > TINY))
         if not len(good):
             return None
-        bytes_added = np.maximum(evaluated.load[good] - state.load, 1.0)
+        bytes_added = np.maximum(evaluated.summed_bytes[good] - state.summed_bytes, 1.0)
         best: State | None = None
         for worth in (saved[good], saved[good] / bytes_added):
             order = [moves[int(good[k])] for k in np.argsort(-worth, kind="stable")]
@@ -303,7 +307,7 @@ class LocalSearch:
             few: most moves that save seconds.
             many: most moves that free bytes for each of them.
         """
-        saved, bytes_freed = state.seconds - evaluated.seconds, state.load - evaluated.load
+        saved, bytes_freed = state.seconds - evaluated.seconds, state.summed_bytes - evaluated.summed_bytes
         # those that save most seconds per byte over the budget, and those that save most seconds
         ranked = np.argsort(-saved / np.maximum(evaluated.excess, 1.0), kind="stable")
         most_per_byte = [int(k) for k in ranked if saved[k] > TINY][: few // 2]
@@ -351,5 +355,6 @@ def _state_at(evaluated: Evaluated, columns: Columns, k: int) -> State:
     """Return candidate ``k`` with its evaluation."""
     return State(
         columns[:, k].copy(), peak=int(evaluated.peak[k]), seconds=float(evaluated.seconds[k]),
-        excess=float(evaluated.excess[k]), load=float(evaluated.load[k]), needed=evaluated.needed[:, k].copy(),
+        excess=float(evaluated.excess[k]), summed_bytes=float(evaluated.summed_bytes[k]),
+        is_needed=evaluated.is_needed[:, k].copy(),
     )  # fmt: skip

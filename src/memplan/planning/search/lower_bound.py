@@ -39,15 +39,15 @@ import numpy.typing as npt
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import STAYS, GradientUse
-from memplan.planning.schedule.host_copies import seconds_of
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
+from memplan.planning.schedule.host_copies import copy_seconds_of
 from memplan.planning.search.flat_graph import FlatGraph, Ints
 
 Floats = npt.NDArray[np.float64]
 
 
 def lower_bound(
-    graph: JointGraph, outside_memory: OutsideMemory | None = None, *, gradients: GradientUse = STAYS
+    graph: JointGraph, outside_memory: OutsideMemory | None = None, *, gradients: GradientUse = KEPT_UNTIL_UPDATE
 ) -> int:
     """Return a lower bound in bytes of the peak of every schedule of the graph."""
     outside_memory = OutsideMemory() if outside_memory is None else outside_memory
@@ -76,8 +76,10 @@ class Unavoidable:
 
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
-        recomputable_rows = set(flat.drop_rows.tolist())
-        self.not_recomputable = np.array([row not in recomputable_rows for row in range(len(flat.values))], dtype=bool)
+        recomputable_rows = set(flat.recomputable_rows.tolist())
+        self.not_recomputable = np.array(
+            [row not in recomputable_rows for row in range(len(flat.forward_values))], dtype=bool
+        )
         """By value: whether it cannot be recomputed."""
         self.smallest_form_bytes = flat.value_bytes.copy()
         """By value: bytes of its smallest form, itself included."""
@@ -97,7 +99,7 @@ class Unavoidable:
     def _collect_reads(self) -> None:
         """Set when the backward pass reads each value."""
         flat = self.flat
-        reading_slots = [list(slots) for slots in flat.readers]  # of ops that have to read the value itself
+        reading_slots = [list(slots) for slots in flat.reading_slots]  # of ops that have to read the value itself
         self.is_read = np.array([bool(slots) for slots in reading_slots], dtype=bool)
         """By value: whether any backward op has to read the value itself."""
         self.first_reading_slot = np.array([slots[0] if slots else 0 for slots in reading_slots], dtype=np.int64)
@@ -105,7 +107,7 @@ class Unavoidable:
         """By value: first and last slot in which an op has to read the value itself; 0 and -1 if none has."""
         self.slots_reading_any_form: list[list[int]] = [[] for _ in reading_slots]
         """By value: slots of the ops that read either the value or a saved form of it."""
-        for slot, readable in flat.direct:
+        for slot, readable in flat.form_readers:
             for _, row in readable:
                 self.slots_reading_any_form[row].append(slot)
         all_slots = zip(reading_slots, self.slots_reading_any_form, strict=True)
@@ -143,7 +145,7 @@ class Unavoidable:
         bytes_staying = np.where(flat.is_output, flat.value_bytes, bytes_saved)
         level, levels = flat.always_live_bytes, np.zeros(len(flat.forward_ops), dtype=np.int64)
         last_used_by: list[list[int]] = [[] for _ in flat.forward_ops]
-        for row, index in enumerate(flat.freed_at):
+        for row, index in enumerate(flat.freed_after_op):
             last_used_by[index].append(row)
         for index, op in enumerate(flat.forward_ops):
             in_place_saved = max(0, op.bytes_saved_in_place) if op.overwritable_rows and op.made_rows else 0
@@ -161,7 +163,7 @@ class Unavoidable:
         for returned in flat.gradient_returns:
             # Where the graph does not support batches or a recomputed op may read the parameter, the copy may be made
             # later: only at the end it is live for certain.
-            copied_in_slot = flat.regular and returned.changing_parameter is None
+            copied_in_slot = flat.supports_batches and returned.changing_parameter is None
             level[returned.slot + 1 if copied_in_slot else -1 :] += returned.copied_bytes
             level[returned.slot + 1 :] -= returned.freed_bytes
         values_live = np.zeros(flat.slot_count + 1, dtype=np.int64)
@@ -185,7 +187,7 @@ class Unavoidable:
         outputs = int(flat.value_bytes[flat.is_output].sum())
         without_values = flat.always_live_bytes + outputs + level[:-1] + self._fewest_op_bytes()
         # an update in the backward pass is part of its slots
-        update_bytes = 0 if flat.gradients.updates else flat.outside_memory.update
+        update_bytes = 0 if flat.gradients.updates_early else flat.outside_memory.update_bytes
         at_end = flat.always_live_bytes + outputs + int(level[-1]) + update_bytes
         return without_values + values_live, at_end
 
@@ -196,9 +198,9 @@ class Unavoidable:
         in_place = flat.slot_runs_in_place.copy()
         in_place[[slot for slot, _ in flat.overwritable_in_slot]] = True
         fewest = flat.slot_op_bytes - np.where(in_place, np.maximum(flat.slot_bytes_saved_in_place, 0), 0)
-        for slot, readable in flat.direct:
+        for slot, readable in flat.form_readers:
             op = flat.graph.backward_ops[slot - 1]  # slot 0 has no backward op
-            form_scratch = min(flat.forms[index].direct_scratch for index, _ in readable)
+            form_scratch = min(flat.forms[index].direct_reader_scratch for index, _ in readable)
             # an op that reads an encoding saves the memory of its result in place, but no scratch
             saved = flat.slot_bytes_saved_in_place[slot] - op.scratch_saved if in_place[slot] else 0
             fewest[slot] = min(fewest[slot], flat.slot_op_bytes[slot] - op.scratch + form_scratch - saved)
@@ -223,9 +225,9 @@ class Relaxation:
         self._add_waits_for_copies()
         self.op_of_row = {row: index for index, op in enumerate(flat.forward_ops) for row in op.made_rows}
         """Row of a value -> position of the forward op that makes it."""
-        self.recomputable_rows = set(flat.drop_rows.tolist())
+        self.recomputable_rows = set(flat.recomputable_rows.tolist())
         """Rows of the values that may be recomputed."""
-        variables_of_position = len(flat.values) + len(flat.forward_ops)
+        variables_of_position = len(flat.forward_values) + len(flat.forward_ops)
         positions = max(1, variable_limit // max(1, variables_of_position))
         self.live_variables: dict[int, int] = {}
         """Row -> the variable that says whether the value is live between the passes."""
@@ -245,7 +247,7 @@ class Relaxation:
         if solution is None:
             return None
         seconds, value_of = solution  # the value of each variable
-        live_shares = np.ones(len(self.flat.values))  # values without a variable are live at all positions
+        live_shares = np.ones(len(self.flat.forward_values))  # values without a variable are live at all positions
         form_shares = np.zeros(len(self.flat.forms))
         for row, variable in self.live_variables.items():
             live_shares[row] = value_of[variable]
@@ -262,7 +264,7 @@ class Relaxation:
         copies. The variable is the wait as a share of the seconds of all copies, as variables are in [0, 1].
         """
         flat = self.flat
-        copy_seconds = [seconds_of(flat.forms[index]) for index in flat.host_copy_indices]
+        copy_seconds = [copy_seconds_of(flat.forms[index]) for index in flat.host_copy_indices]
         total = sum(copy_seconds)
         if not total:
             return
@@ -281,7 +283,9 @@ class Relaxation:
         """Return the seconds that a form adds if it is used: its store, its readers, and its fetch if any op needs the
         value."""
         form = self.flat.forms[index]
-        fetched = form.whole and not form.is_copied and self.unavoidable.is_read[self.flat.row_of_form[index]]
+        fetched = (
+            form.can_restore_value and not form.is_copied and self.unavoidable.is_read[self.flat.row_of_form[index]]
+        )
         return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
     def _slots_to_constrain(self, count: int) -> list[int]:
@@ -298,7 +302,9 @@ class Relaxation:
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward_ops) + 1, dtype=np.int64)
         for row in np.flatnonzero(unavoidable.is_read & ~unavoidable.not_recomputable & ~flat.is_output):
-            change[flat.freed_at[row] + 1] += flat.value_bytes[row]  # saved, after `unavoidable` counts it no more
+            change[flat.freed_after_op[row] + 1] += flat.value_bytes[
+                row
+            ]  # saved, after `unavoidable` counts it no more
         return sorted(_highest(unavoidable.forward_levels + np.cumsum(change)[:-1], count))
 
 
@@ -332,7 +338,7 @@ class _Position:
         flat, unavoidable = relaxation.flat, relaxation.unavoidable
         needed_rows, seen_ops = list[int](), set[int]()
         # what backward ops read after this position must be live, kept in a form, or recomputed
-        for row in range(len(flat.values)):
+        for row in range(len(flat.forward_values)):
             if self._is_unconditional(row):
                 continue
             if unavoidable.is_read[row] and unavoidable.last_reading_slot[row] > slot:
@@ -365,7 +371,7 @@ class _Position:
         if flat.is_output[row] or flat.value_bytes[row] <= self.relaxation.small_bytes:
             return True
         if self.forward_op is not None:
-            return bool(flat.freed_at[row] >= self.forward_op)
+            return bool(flat.freed_after_op[row] >= self.forward_op)
         return bool(
             unavoidable.is_read[row]
             and unavoidable.first_reading_slot[row] <= self.slot <= unavoidable.last_reading_slot[row]
@@ -384,7 +390,9 @@ class _Position:
         variables = [self._live_variable(row)]
         if row in relaxation.recomputable_rows:
             variables.append(self._recompute_variable(relaxation.op_of_row[row]))
-        encodings = (index for index in flat.encodings_of_row.get(row, ()) if flat.forms[index].whole or not whole)
+        encodings = (
+            index for index in flat.encodings_of_row.get(row, ()) if flat.forms[index].can_restore_value or not whole
+        )
         variables += [self._form_variable(index, row) for index in encodings]
         variables += [
             relaxation.first_form_variable + index
@@ -404,7 +412,7 @@ class _Position:
             form = flat.forms[index]
             if index not in self.form_variables or index in self.forms_with_operands:
                 continue
-            if not form.whole or form.direct:
+            if not form.can_restore_value or form.direct_readers:
                 continue  # a form with direct readers may be kept for them alone
             self.forms_with_operands.add(index)
             for operand in flat.fetch_ops[index].read_rows:

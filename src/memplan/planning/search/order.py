@@ -23,7 +23,7 @@ from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.actions import Action, Choices
 from memplan.planning.schedule.byte_levels import ActionBytes, levels
-from memplan.planning.schedule.scheduler import Schedule, changed_at_once, frees_gradient, schedule
+from memplan.planning.schedule.scheduler import Schedule, frees_gradient, may_change_after_return, schedule
 from memplan.planning.search.search import Search
 
 WORTHWHILE = 0.001
@@ -46,13 +46,13 @@ def in_lower_order(search: Search) -> Search:
     """Return the search on the graph in an order of backward ops in which the step needs less memory: with all values
     saved, or near the floor. Return the same search if no such order was found."""
     as_captured = search.deterministic
-    states = (as_captured.near_bound, as_captured.save_all)
+    states = (as_captured.nearest_to_bound, as_captured.save_all)
     choices = [as_captured.evaluator.choices(state.column) for state in states]
     order = lower_order(as_captured.graph, choices, search.outside_memory)
     if order == search.graph.order:
         return search
     ordered = search.in_order(order)
-    return ordered if ordered.deterministic.near_bound.peak <= as_captured.near_bound.peak else search
+    return ordered if ordered.deterministic.nearest_to_bound.peak <= as_captured.nearest_to_bound.peak else search
 
 
 def lower_order(graph: JointGraph, choices: Sequence[Choices], outside_memory: OutsideMemory) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class _Profile:
         tangents = {value.id for value in graph.values if value.kind == "tangent"}
         resident = {value.id for value in graph.values if value.kind in RESIDENT}
         outputs = {graph.base(value) for value in graph.outputs}
-        self.never_freed = outputs | {value for value in tangents if graph.values[value].held}
+        self.never_freed = outputs | {value for value in tangents if graph.values[value].kept_by_backward}
         """Values that are never freed."""
         delayed_gradient = dict[int, int]()
         """By parameter that may change at once: its gradient, which is freed after the parameter's last read."""
@@ -118,7 +118,7 @@ class _Profile:
             base = graph.base(gradient)
             if not frees_gradient(graph, choices, value):
                 self.never_freed.add(base)
-            elif changed_at_once(graph, choices, value):
+            elif may_change_after_return(graph, choices, value):
                 delayed_gradient[graph.base(value)] = base
         self.nodes: dict[int, tuple[_Node, ...]] = {}
         """By op: the recomputations and fetches before it, then the op itself."""
@@ -132,7 +132,7 @@ class _Profile:
             if action.kind == "run" and not action.recomputed and action.op is not None:  # the group's backward op
                 self.nodes[action.op] = tuple(group)
                 group.clear()
-        self.start = counted.boundary + sum(self.size[value] for value in tangents)
+        self.start = counted.between_passes + sum(self.size[value] for value in tangents)
         """Bytes before the first op."""
         self.makes = {op: frozenset(v for node in nodes for v in node.makes) for op, nodes in self.nodes.items()}
         """By op: values that its nodes make."""
@@ -247,11 +247,11 @@ def _node(
     """
     overwrites, in_place_saved = tuple[int, ...](), 0
     if action.kind == "run":
-        op: GraphOp = action.called(graph)
-        temporary = action_bytes.temporary_bytes(replace(action, into=None))  # as if it did not run in place
+        op: GraphOp = action.called_op(graph)
+        temporary = action_bytes.temporary_bytes(replace(action, overwritten=None))  # as if it did not run in place
         if choices.in_place and action.makes and action.makes[0] == op.makes[0]:  # only a first result overwrites
             overwrites = tuple(value for value in op.overwrites if value in reads and value not in fixed)
-            scratch_saved = 0 if action.form is not None else op.scratch_saved
+            scratch_saved = 0 if action.encoding is not None else op.scratch_saved
             in_place_saved = graph.values[action.makes[0]].bytes + scratch_saved
     else:
         temporary = action_bytes.temporary_bytes(action)

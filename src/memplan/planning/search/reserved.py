@@ -48,15 +48,15 @@ class _Descent:
         self.reserved = 0
         """Bytes that the best state reserves."""
         flat = search.flat
-        self.value_bytes = flat.value_bytes[[*flat.drop_rows.tolist(), *flat.row_of_form]]
+        self.value_bytes = flat.value_bytes[[*flat.recomputable_rows.tolist(), *flat.row_of_form]]
         """By decision of a candidate: the bytes of the value that it is about."""
 
     def run(self) -> State:
         """Return the best state."""
         local, tried = self.search.local(budget=0), set[Move]()
-        best = self.search.lowest
+        best = self.search.lowest_peak_state
         self.reserved = self._reserved(best.column)
-        for start in (self.search.near_bound, self.search.cheapest) if self.tries_left > 0 else ():
+        for start in (self.search.nearest_to_bound, self.search.fastest_at_floor) if self.tries_left > 0 else ():
             reserved = self._reserved(start.column)
             if reserved < self.reserved:
                 self.reserved, best = reserved, start

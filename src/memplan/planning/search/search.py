@@ -10,7 +10,7 @@ import numpy as np
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE, GradientUse
 from memplan.planning.levers.registry import LEVERS
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.search.batch_evaluator import Evaluator
@@ -93,9 +93,9 @@ class Search:
 
     graph: JointGraph
     outside_memory: OutsideMemory = field(default_factory=OutsideMemory)
-    gradients: GradientUse = field(default=STAYS, kw_only=True)
+    gradients: GradientUse = field(default=KEPT_UNTIL_UPDATE, kw_only=True)
     heuristics: Heuristics | None = field(default=None, kw_only=True)
-    steady: JointGraph | None = field(default=None, kw_only=True)
+    modelled_graph: JointGraph | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Leave out the encodings of levers that are off, and evaluate the step with all values saved."""
@@ -105,15 +105,15 @@ class Search:
             self.graph = replace(self.graph, forms=tuple(form for form in self.graph.forms if form.lever not in off))
         self.evaluator = Evaluator(self.graph, self.outside_memory, gradients=self.gradients)
         self.flat = self.evaluator.flat
-        self.drop_count = len(self.flat.droppable)
+        self.recompute_decisions = len(self.flat.recomputable_values)
         """Number of the first rows of a candidate, which say what is recomputed; the others say which forms are used.
         """
         negligible = int(self.flat.value_bytes.max(initial=0)) // 4096  # see Heuristics.small_values
-        self.small = negligible if self.switches.small_values else 0
+        self.small_bytes = negligible if self.switches.small_values else 0
         """Bytes up to which values are always saved."""
         self.relaxation = Relaxation(self.flat, small_bytes=negligible)
         self.lower_bound = self.relaxation.unavoidable.peak
-        self.save_all = self.local(budget=0).state(np.zeros(self.evaluator.rows, dtype=bool))
+        self.save_all = self.local(budget=0).state(np.zeros(self.evaluator.decision_count, dtype=bool))
         self.earlier_results: list[State] = []
         """Results of earlier budgets: starts for the next search."""
         self._solved: dict[int, Fractions | None] = {}
@@ -129,28 +129,30 @@ class Search:
         if budget < self.lower_bound:
             return self._infeasible()
         state = self._search_from(budget, earlier_results=self.earlier_results)
-        if state is None and self.lowest.peak <= budget:
-            state = self._optimize(budget, [self.lowest.column])
+        if state is None and self.lowest_peak_state.peak <= budget:
+            state = self._optimize(budget, [self.lowest_peak_state.column])
         return self._infeasible() if state is None else self._result(state, budget)
 
     def floor(self) -> Solution:
         """Find the smallest peak that the search can reach, and the fewest seconds there."""
-        return self._result(self.cheapest, self.cheapest.peak)
+        return self._result(self.fastest_at_floor, self.fastest_at_floor.peak)
 
-    def nearest(self, budget: int, squared: int = EVEN) -> Solution:
+    def nearest(self, budget: int, squarings: int = EVEN) -> Solution:
         """Find the choices with the least excess over an unreachable budget, summed over all positions of the step; of
         those that are nowhere higher, the choices with the fewest seconds.
 
         Where the peak of the step cannot be lowered, this lowers the other positions: all high positions (``EVEN``), or
         the highest first (``STEEP``).
         """
-        if (budget, squared) not in self._nearest_results:
-            self._nearest_results[budget, squared] = self._search_nearest(budget, squared)
-        return self._nearest_results[budget, squared]
+        if (budget, squarings) not in self._nearest_results:
+            self._nearest_results[budget, squarings] = self._search_nearest(budget, squarings)
+        return self._nearest_results[budget, squarings]
 
-    def _search_nearest(self, budget: int, squared: int) -> Solution:
+    def _search_nearest(self, budget: int, squarings: int) -> Solution:
         """Compute the result of `nearest`, which caches it."""
-        nearest = self._best_repair(budget, [self.lowest.column, self._all_recomputed, self.save_all.column], squared)
+        nearest = self._best_repair(
+            budget, [self.lowest_peak_state.column, self._all_recomputed, self.save_all.column], squarings
+        )
         # its own levels are now the budget: fewer seconds, nowhere above them or the budget proper
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self.local(profile.at_least(budget))
@@ -167,9 +169,9 @@ class Search:
     def deterministic(self) -> Search:
         """The same search on ``modelled_graph``: its result does not depend on measured times or on earlier
         searches."""
-        if self.steady is None:
+        if self.modelled_graph is None:
             return self
-        return Search(self.steady, self.outside_memory, gradients=self.gradients, heuristics=self.heuristics)
+        return Search(self.modelled_graph, self.outside_memory, gradients=self.gradients, heuristics=self.heuristics)
 
     def forget(self) -> None:
         """Free the memory of the candidates' latest results."""
@@ -179,15 +181,15 @@ class Search:
 
     def in_order(self, order: tuple[int, ...]) -> Search:
         """Return the same search with the backward ops in another order (see ``JointGraph.order``)."""
-        steady = None if self.steady is None else self.steady.in_order(order)
-        return replace(self, graph=self.graph.in_order(order), steady=steady)
+        steady = None if self.modelled_graph is None else self.modelled_graph.in_order(order)
+        return replace(self, graph=self.graph.in_order(order), modelled_graph=steady)
 
     def frontier(self, points: int) -> list[Solution]:
         """Plan at ``points`` evenly spaced budgets, from the peak with all values saved down to the floor.
 
         A result that adds at least as many seconds as one of the same or a smaller peak is left out.
         """
-        low, high = self.lowest.peak, self.save_all.peak
+        low, high = self.lowest_peak_state.peak, self.save_all.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
         results, best = list[Solution](), None
         for budget in budgets:
@@ -201,9 +203,9 @@ class Search:
 
     # -- a single budget
 
-    def local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
+    def local(self, budget: int | Profile, squarings: int = 0) -> LocalSearch:
         """Return the local search for a budget. ``squarings``: see `Evaluator.evaluate`."""
-        return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
+        return LocalSearch(self.evaluator, budget, small_bytes=self.small_bytes, squarings=squarings)
 
     def _search_from(self, budget: int, *more: Column, earlier_results: Sequence[State] = ()) -> State | None:
         """Search from several candidates: ``more``, all values saved, the rounded relaxation, and the earlier results
@@ -220,11 +222,13 @@ class Search:
         fractions = self._fractions(budget)
         if fractions is None:
             return []
-        column = np.zeros(self.evaluator.rows, dtype=bool)
-        rows = self.flat.drop_rows
+        column = np.zeros(self.evaluator.decision_count, dtype=bool)
+        rows = self.flat.recomputable_rows
         # recomputed are values of which less than half is kept, used are forms of which more than half is
-        column[: self.drop_count] = (fractions.live_share[rows] < 0.5) & (self.flat.value_bytes[rows] > self.small)
-        column[self.drop_count :] = fractions.live_share_of_form > 0.5
+        column[: self.recompute_decisions] = (fractions.live_share[rows] < 0.5) & (
+            self.flat.value_bytes[rows] > self.small_bytes
+        )
+        column[self.recompute_decisions :] = fractions.live_share_of_form > 0.5
         return [column]
 
     def _optimize(self, budget: int, starts: Iterable[Column]) -> State | None:
@@ -261,35 +265,35 @@ class Search:
     @property
     def floor_peak(self) -> int:
         """Smallest peak that the search can reach, in bytes."""
-        return self.lowest.peak
+        return self.lowest_peak_state.peak
 
     @cached_property
-    def cheapest(self) -> State:
+    def fastest_at_floor(self) -> State:
         """The state with the fewest seconds at the smallest peak."""
-        return self._search_from(self.lowest.peak, self.lowest.column) or self.lowest
+        return self._search_from(self.lowest_peak_state.peak, self.lowest_peak_state.column) or self.lowest_peak_state
 
     @cached_property
-    def lowest(self) -> State:
+    def lowest_peak_state(self) -> State:
         """A state with the smallest peak, whatever seconds it adds."""
         return self.local(budget=0).state(self.deterministic._lowest_column)
 
-    def _best_repair(self, budget: int, starts: Sequence[Column], squared: int) -> State:
+    def _best_repair(self, budget: int, starts: Sequence[Column], squarings: int) -> State:
         """Repair every start and return the state with the least excess over the budget. ``squarings``: see
         `Evaluator.evaluate`."""
-        local = self.local(budget, squared)
+        local = self.local(budget, squarings)
         states = (local.repaired(start, self.switches.rounds) for start in starts)
         return min(states, key=lambda state: (state.excess, state.seconds))
 
     @property
     def _all_recomputed(self) -> Column:
         """The candidate that recomputes every value it can."""
-        column = np.zeros(self.evaluator.rows, dtype=bool)
+        column = np.zeros(self.evaluator.decision_count, dtype=bool)
         # the first rows say which values are recomputed; small values never are
-        column[: self.drop_count] = self.flat.value_bytes[self.flat.drop_rows] > self.small
+        column[: self.recompute_decisions] = self.flat.value_bytes[self.flat.recomputable_rows] > self.small_bytes
         return column
 
     @cached_property
-    def near_bound(self) -> State:
+    def nearest_to_bound(self) -> State:
         """The state nearest to a budget just below the lower bound, from all values saved."""
         return self._near_bound(self.save_all.column)
 
@@ -313,7 +317,7 @@ class Search:
 
         starts = [self.save_all.column, self._all_recomputed]
         not_reached, local = self.lower_bound, self.local(budget=0)  # no smaller budget can be reached
-        near = (self.near_bound.column, self._near_bound(self._all_recomputed).column)
+        near = (self.nearest_to_bound.column, self._near_bound(self._all_recomputed).column)
         best = min((local.state(column) for column in (*starts, *near)), key=by_peak)
         while best.peak - not_reached > best.peak // 400:  # each halving takes as long, even for the last bytes
             budget = not_reached + (best.peak - not_reached) // 2
@@ -356,7 +360,7 @@ class Search:
 
     def _infeasible(self) -> Infeasible:
         """Return the result for a budget that the search cannot meet: the smallest peak it can reach."""
-        lowest = self.lowest
+        lowest = self.lowest_peak_state
         choices = self.evaluator.choices(lowest.column)
         return Infeasible(lowest.peak, choices, self.lower_bound, self._notes())
 
@@ -364,7 +368,7 @@ class Search:
         """Return the notes for the plan: heuristics that are off, and whether the search was slow."""
         off = [switch.name for switch in fields(self.switches) if not getattr(self.switches, switch.name)]
         notes = [f"switched off in the search: {', '.join(off)}"] if off else []
-        if not self.flat.regular:
+        if not self.flat.supports_batches:
             notes.append(
                 "a gradient of this step lies in memory of something else: candidates are evaluated one by one"
             )

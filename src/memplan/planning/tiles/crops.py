@@ -29,11 +29,11 @@ from memplan.planning.tiles.tiled import Axis, Tiled
 class Crop:
     """A crop of the input for a part of the result: windows along each dimension of space."""
 
-    result: tuple[Window, ...]
+    result_windows: tuple[Window, ...]
     """The part of the whole result."""
-    input: tuple[Window, ...]
+    input_windows: tuple[Window, ...]
     """The crop, in the whole input."""
-    inner: tuple[Window, ...]
+    part_in_crop_result: tuple[Window, ...]
     """The part, in the result of the crop."""
 
 
@@ -87,9 +87,9 @@ class Crops:
                     raise NotTileable("a norm needs the statistics of the whole input")
                 if tiled.partial_sums or tiled.precomputed_sums:
                     raise NotTileable("a sum over dimensions of space needs the whole input")
-                if any(placement.repetitions > 1 for placement in tiled.along.values()):
+                if any(placement.repetitions > 1 for placement in tiled.placements.values()):
                     raise NotTileable("the axis is mixed with the dimension before it")
-                if tiled.along[program.outputs[0]].dim != tiled.axis.dim:
+                if tiled.placements[program.outputs[0]].dim != tiled.axis.dim:
                     raise NotTileable("the result has its dimensions in another order")
             self._programs[shape] = along_each_dim
         return self._programs[shape]
@@ -99,14 +99,14 @@ class Crops:
 
         Sizes are rounded in a network, so the nearest whole number or its inverse is taken.
         """
-        (input,) = (value for value in tiled.program.inputs if value in tiled.along)
+        (input,) = (value for value in tiled.program.inputs if value in tiled.placements)
         factors = dict[int, Fraction]()
-        for value in tiled.along:
+        for value in tiled.placements:
             ratio = tiled.size(input) / tiled.size(value)
             factors[value] = Fraction(round(ratio)) if ratio >= 1 else Fraction(1, round(1 / ratio))
         return factors
 
-    def along(self, spatial_dim: int, result: Window) -> tuple[Window, Window]:
+    def windows_along(self, spatial_dim: int, result: Window) -> tuple[Window, Window]:
         """Return (crop of the input that a part of the result reads, the part in the result of this crop), as windows
         along a dimension of space.
 
@@ -115,7 +115,7 @@ class Crops:
             result: window of the part.
         """
         tiled, stride = self._whole_programs[spatial_dim], self.strides[spatial_dim]
-        (input,) = (value for value in tiled.program.inputs if value in tiled.along)
+        (input,) = (value for value in tiled.program.inputs if value in tiled.placements)
         (output,) = tiled.program.outputs
         low, high = tiled.windows({output: result})[input]
         # a crop begins and ends at multiples of the stride
@@ -129,7 +129,7 @@ class Crops:
         Raises:
             NotTileable: the network on the crop does not compute what it computes on the whole.
         """
-        windows = [self.along(spatial_dim, window) for spatial_dim, window in enumerate(result)]
+        windows = [self.windows_along(spatial_dim, window) for spatial_dim, window in enumerate(result)]
         in_input, in_crop_result = zip(*windows, strict=True)
         crop = Crop(result, in_input, in_crop_result)
         at_borders = tuple(
@@ -141,7 +141,7 @@ class Crops:
             self._checked.add(kind)
         return crop
 
-    def cuts(self, spatial_dim: int, count: int) -> list[Window]:
+    def windows_of_parts(self, spatial_dim: int, count: int) -> list[Window]:
         """Return the windows of about ``count`` equal parts of the result along a dimension of space, from 0."""
         size, stride = self.result_shape[2 + spatial_dim], self.strides[spatial_dim]
         length = -(-size // (count * stride)) * stride  # a multiple of the stride, rounded up
@@ -153,12 +153,12 @@ class Crops:
         Raises:
             NotTileable: see `crop`.
         """
-        windows = [self.cuts(spatial_dim, count) for spatial_dim, count in enumerate(counts)]
+        windows = [self.windows_of_parts(spatial_dim, count) for spatial_dim, count in enumerate(counts)]
         return [self.crop(part) for part in product(*windows)]
 
     def shape(self, crop: Crop) -> tuple[int, ...]:
         """Return the shape of a crop of the input."""
-        return (*self.input_shape[:2], *(high - low for low, high in crop.input))
+        return (*self.input_shape[:2], *(high - low for low, high in crop.input_windows))
 
     def _check(self, crop: Crop) -> None:
         """Compare the windows of all values in the network on the crop with those on the whole input.
@@ -170,9 +170,9 @@ class Crops:
         if list(map(_op, of_crop[0].program.nodes)) != list(map(_op, self._whole_programs[0].program.nodes)):
             raise NotTileable("the network runs other ops, or with other numbers, on a part of its input")
         for spatial_dim, (on_crop, on_whole) in enumerate(zip(of_crop, self._whole_programs, strict=True)):
-            (output,), (crop_begin, _) = on_whole.program.outputs, crop.input[spatial_dim]
-            windows_in_whole = on_whole.windows({output: crop.result[spatial_dim]})
-            windows_in_crop = on_crop.windows({output: crop.inner[spatial_dim]})
+            (output,), (crop_begin, _) = on_whole.program.outputs, crop.input_windows[spatial_dim]
+            windows_in_whole = on_whole.windows({output: crop.result_windows[spatial_dim]})
+            windows_in_crop = on_crop.windows({output: crop.part_in_crop_result[spatial_dim]})
             if windows_in_crop.keys() != windows_in_whole.keys():
                 raise NotTileable("the network runs other ops on a part of its input")
             for value, (begin, end) in windows_in_whole.items():
@@ -190,12 +190,12 @@ class Crops:
         """
         result = input.new_empty(self.result_shape, dtype=self.result_dtype)
         for crop in parts:
-            _window(result, crop.result).copy_(self.part(input, crop, model))
+            _window(result, crop.result_windows).copy_(self.part(input, crop, model))
         return result
 
     def part(self, input: Tensor, crop: Crop, model: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a part of the result, computed from its crop of the input."""
-        return _window(model(_window(input, crop.input).contiguous()), crop.inner)
+        return _window(model(_window(input, crop.input_windows).contiguous()), crop.part_in_crop_result)
 
     def is_for(self, input: Tensor) -> bool:
         """Return whether an input has the shape, dtype and device that these crops are for."""

@@ -127,11 +127,11 @@ def _with_derivative(target: str, spatial_rank: int) -> Callable[..., Any]:
 
 
 _POOLS = {f"aten.max_pool{rank}d_with_indices.default": rank for rank in _LAYOUTS}
-VALUES: Mapping[str, Callable[..., Any]] = {
+POOLS_WITHOUT_DERIVATIVE: Mapping[str, Callable[..., Any]] = {
     target: _without_derivative(target, spatial_rank) for target, spatial_rank in _POOLS.items()
 }
 """By target of a max pool: a function with its arguments that returns its result alone, without a derivative."""
-DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
+POOLS_WITH_DERIVATIVE: Mapping[str, Callable[..., Any]] = {
     target: _with_derivative(target, spatial_rank) for target, spatial_rank in _POOLS.items()
 }
 """The same with a derivative."""

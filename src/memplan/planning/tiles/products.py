@@ -49,7 +49,7 @@ def weight_factor(node: Node, maker_of: Mapping[int, Node], program: Program) ->
     maker = maker_of.get(factor.weight)
     if maker is not None and maker.target == "aten.t.default" and isinstance(maker.args[0], Ref):
         factor = Factor(maker.args[0].value, transposed=True)
-    return factor if factor.weight in program.static else None
+    return factor if factor.weight in program.static_inputs else None
 
 
 class Product(torch.autograd.Function):

@@ -27,7 +27,7 @@ _RUNNING = ("running_mean", "running_var")
 """Arguments of a batch norm that it writes in training."""
 
 
-def without_running(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def without_running_statistics(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the positional arguments of a training batch norm with None for its running statistics: who runs the
     program updates them, once for all pieces."""
     named = arguments_of(target, args, kwargs)
@@ -72,12 +72,12 @@ class Program:
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
     """Values that the segment reads from outside."""
-    static: frozenset[int]
+    static_inputs: frozenset[int]
     """Inputs that do not depend on the data of the step, such as parameters."""
     outputs: tuple[int, ...]
     likes: Mapping[int, Like]
     """By value: a tensor like it, without data (shape, strides and dtype)."""
-    fixed: frozenset[int] = frozenset()
+    inputs_without_gradient: frozenset[int] = frozenset()
     """Inputs through which no gradient flows."""
 
 
@@ -209,7 +209,7 @@ class Recorder:
             return result  # a question about a tensor, such as its device
         if str(op) in BATCH_NORMS and arguments_of(str(op), args, kwargs).get("training", True) is True:
             self._note_running_statistics(op, args, kwargs)
-            arguments, keywords = without_running(str(op), arguments, keywords), {}
+            arguments, keywords = without_running_statistics(str(op), arguments, keywords), {}
             written = []
         if not written:
             self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
@@ -234,10 +234,12 @@ class Recorder:
     def _note_running_statistics(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Note in `running_statistics` those of a training batch norm: who runs the program updates them."""
         named = arguments_of(str(op), args, kwargs)
-        running = [self._value_of[id(named[name])] for name in _RUNNING if isinstance(named.get(name), Tensor)]
-        if any(value not in self.sources for value in running):
+        running_statistics = [
+            self._value_of[id(named[name])] for name in _RUNNING if isinstance(named.get(name), Tensor)
+        ]
+        if any(value not in self.sources for value in running_statistics):
             raise NotTileable(f"{op} updates running statistics that are computed")
-        self.running[len(self._nodes)] = tuple(self.sources[value] for value in running), named["momentum"]
+        self.running[len(self._nodes)] = tuple(self.sources[value] for value in running_statistics), named["momentum"]
 
     def _is_from_outside(self, value: int) -> bool:
         """Return whether a value is a tensor that the segment reads or whose ops it repeats."""

@@ -93,7 +93,7 @@ class Tiled:
         values = (*program.inputs, *(value for node in program.nodes for value in node.outputs))
         self.shapes = {value: program.likes[value].shape for value in values}
         """By value: the shape of the whole, not of a piece."""
-        self.along = dict[int, AxisPlacement]()
+        self.placements = dict[int, AxisPlacement]()
         """By value that lies along the axis: where the axis is in it."""
         self.norms = dict[int, Norm]()
         """Norms over the axis, by the index of their node."""
@@ -102,11 +102,11 @@ class Tiled:
         self.partial_sums = set[int]()
         """Sums over the axis, and values computed from these, of which each piece computes its part: the parts of all
         pieces add up to the value."""
-        self.scratch = dict[tuple[str, str], int]()
+        self.measured_workspaces = dict[tuple[str, str], int]()
         """Bytes that an op of the tile allocates and frees again, by the op and its arguments, once measured."""
         self._maker_of = {value: node for node in program.nodes for value in node.outputs[:1]}
         """By value that is the first result of a node: the node."""
-        self._differentiable = set(program.inputs) - program.fixed
+        self._differentiable = set(program.inputs) - program.inputs_without_gradient
         """Values into which a gradient flows."""
         self._statistics_needed_by = dict[int, frozenset[int]]()
         """By value: indices of the norms and precomputed sums that it depends on."""
@@ -123,13 +123,13 @@ class Tiled:
         for like in (program.likes[value] for value in program.outputs):
             if any(size > 1 and stride == 0 for size, stride in zip(like.shape, like.stride, strict=True)):
                 raise NotTileable("a result of the segment repeats its elements")
-        self._results_on_axis = tuple(value for value in program.outputs if value in self.along)
+        self._results_on_axis = tuple(value for value in program.outputs if value in self.placements)
         if not (self._results_on_axis or self.partial_sums):
             raise NotTileable("a result of the segment does not lie along the axis")
         if not program.outputs:
             raise NotTileable("nothing reads a result of the segment")
-        if pieces > self.elements:
-            raise NotTileable(f"there are {self.elements} elements for {pieces} pieces")
+        if pieces > self.smallest_axis_size:
+            raise NotTileable(f"there are {self.smallest_axis_size} elements for {pieces} pieces")
         border_pieces = (0, pieces - 1) if axis.dim else ()  # samples have no padding
         windows = (self.windows(self._windows_to_compute(piece)) for piece in border_pieces)
         if any(low >= high for of_piece in windows for low, high in of_piece.values()):
@@ -138,26 +138,26 @@ class Tiled:
     def _place_input(self, value: int) -> None:
         """Note where the axis lies in an input of the segment, if it depends on the step's data and has the axis."""
         shape, dim, samples = self.shapes[value], self.axis.dim, self.axis.samples
-        if value in self.program.static or not shape:
+        if value in self.program.static_inputs or not shape:
             return
         if dim == 1 and samples and shape[0] != samples:  # samples and tokens are merged
             tokens = shape[0] // samples
             # targets can lack the first token of a sample
             if shape[0] % samples == 0 and abs(tokens - self.axis.tokens) <= 1:
-                self.along[value] = AxisPlacement(dim=0, elements_per_position=1, repetitions=samples)
+                self.placements[value] = AxisPlacement(dim=0, elements_per_position=1, repetitions=samples)
         elif dim:
             if dim > 1 and self._lacks_channels(value):
                 dim -= 1
             if len(shape) > dim and shape[dim] > 1:  # a single element is read by each piece
-                self.along[value] = AxisPlacement(dim)
+                self.placements[value] = AxisPlacement(dim)
         elif shape[0] and shape[0] % samples == 0:  # samples, maybe merged with another dimension
-            self.along[value] = AxisPlacement(dim=0, elements_per_position=shape[0] // samples)
+            self.placements[value] = AxisPlacement(dim=0, elements_per_position=shape[0] // samples)
 
     def _lacks_channels(self, value: int) -> bool:
         """Return whether an input has samples and space, but no channels, as the class of each pixel."""
         shape, rank = self.shapes[value], max(len(self.shapes[v]) for v in self.program.inputs)
         spatial_shapes = {like.shape[2:] for like in self.program.likes.values() if len(like.shape) == rank}
-        return value in self.program.fixed and len(shape) == rank - 1 and shape[1:] in spatial_shapes
+        return value in self.program.inputs_without_gradient and len(shape) == rank - 1 and shape[1:] in spatial_shapes
 
     def _tile_node(self, index: int, node: Node) -> _TiledNode:
         """Return how a node runs piece by piece, and note which statistics and gradients its results depend on.
@@ -181,23 +181,23 @@ class Tiled:
         """
         if self.partial_sums.intersection(node.reads):
             arguments = arguments_of(node.target, node.args, node.kwargs)
-            if not keeps_sum(node.name, arguments, _one_of(self.partial_sums), _one_of(self.along)):
+            if not keeps_sum(node.name, arguments, _one_of(self.partial_sums), _one_of(self.placements)):
                 raise NotTileable(f"{node.name} reads a sum over the axis, which each piece has only a part of")
             self.partial_sums.add(node.outputs[0])
             return _WholeNode(node)
-        on_axis = [value for value in node.reads if value in self.along]
+        on_axis = [value for value in node.reads if value in self.placements]
         if not on_axis:
             return _WholeNode(node)
         first = on_axis[0]
-        norm = norm_of(node, self.along[first].dim)
+        norm = norm_of(node, self.placements[first].dim)
         if norm is not None and norm.input == first:
-            self.norms[index], self.along[norm.output] = norm, self.along[first]
-            return _NormNode(node, index, norm, self.along[first])
-        call = Call(node, self.shapes, self.along)
+            self.norms[index], self.placements[norm.output] = norm, self.placements[first]
+            return _NormNode(node, index, norm, self.placements[first])
+        call = Call(node, self.shapes, self.placements)
         rule = sum_of(call)
         if rule is not None:
             return self._place_sum(index, call, rule)
-        self.along[node.outputs[0]] = call.result_placement
+        self.placements[node.outputs[0]] = call.result_placement
         return _CutNode(node, index, call, weight_factor(node, self._maker_of, self.program))
 
     def _place_sum(self, index: int, call: Call, rule: Sum) -> _TiledNode:
@@ -221,7 +221,7 @@ class Tiled:
 
     def size(self, value: int) -> int:
         """Return the size of the axis in a value, in positions."""
-        placement = self.along[value]
+        placement = self.placements[value]
         return self.shapes[value][placement.dim] // (placement.elements_per_position * placement.repetitions)
 
     def own_window(self, value: int, piece: int, pieces: int | None = None) -> Window:
@@ -239,7 +239,7 @@ class Tiled:
         return *self._results_on_axis, *self._norm_inputs, *self._operands_of_partial_sums
 
     @cached_property
-    def elements(self) -> int:
+    def smallest_axis_size(self) -> int:
         """Smallest size of the axis among the values of which every piece computes a window."""
         return min(map(self.size, self._computed_by_pieces))
 
@@ -300,7 +300,7 @@ class Tiled:
         return tiled_node.read_by_total if isinstance(tiled_node, _SumNode) else [self.norms[index].input]
 
     @cached_property
-    def sum_passes(self) -> list[list[int]]:
+    def derivative_sum_passes(self) -> list[list[int]]:
         """Passes over the pieces that compute sums of norms' derivatives: for each, the nodes of the norms on which
         only norms of earlier passes depend."""
         pass_of = dict[int, int]()  # by node of a norm: the number of its pass
@@ -337,11 +337,11 @@ class Tiled:
 
     def _dependencies_on_axis(self, value: int) -> Collection[int]:
         """Return the values along the axis that a value depends on, itself included; none if it is off the axis."""
-        if value not in self.along:
+        if value not in self.placements:
             return ()
         return self.windows({value: (0, self.size(value))})
 
-    def runs(self, phase: Phase) -> list[float]:
+    def runs_by_op(self, phase: Phase) -> list[float]:
         """Return how often a phase computes each op of the program: 1.0 if all pieces compute it once.
 
         The statistics and the backward pass go over the pieces several times, or not at all.
@@ -357,10 +357,10 @@ class Tiled:
             return [0.0 if output is None else float(counts[output]) for output in outputs]
         if self.yields_gradients:
             return [0.0] * len(outputs)
-        passes = 1.0 + len(self.sum_passes)
+        passes = 1.0 + len(self.derivative_sum_passes)
         return [0.0 if index in self.nodes_without_values else passes for index in range(len(outputs))]
 
-    def derivatives(self) -> list[float]:
+    def derivatives_by_op(self) -> list[float]:
         """Return how often the backward pass computes the derivative of each op: 1.0 for the gradients of all operands.
 
         A pass for the sums of a norm goes back to that norm, and needs no gradients of weights: half of a derivative.
@@ -369,18 +369,18 @@ class Tiled:
         for index, node in enumerate(self.program.nodes):
             dependencies = set(self._dependencies_on_axis(node.outputs[0])) if node.outputs else set()
             norms_before = {n for n, norm in self.norms.items() if norm.output in dependencies and n != index}
-            sum_passes = sum(not norms_before.isdisjoint(norms) for norms in self.sum_passes)
-            has_weight = any(value in self.program.static for value in node.reads)
+            sum_passes = sum(not norms_before.isdisjoint(norms) for norms in self.derivative_sum_passes)
+            has_weight = any(value in self.program.static_inputs for value in node.reads)
             counts.append(1.0 + (0.5 if has_weight else 1.0) * sum_passes)
         return counts
 
-    def overlap(self, pieces: int) -> list[float]:
+    def overlap_by_op(self, pieces: int) -> list[float]:
         """Return for each op how often a run in this number of pieces computes an element of its result, on average."""
         windows = self.windows(self._windows_to_compute(pieces // 2, pieces))  # of a piece with borders on both sides
         runs_per_element = list[float]()
         for node in self.program.nodes:
             value, runs = node.outputs[0] if node.outputs else -1, 1.0
-            if value in self.along and value in windows:
+            if value in self.placements and value in windows:
                 low, high = windows[value]
                 runs = max(1.0, (high - low) * pieces / self.size(value))
             runs_per_element.append(runs)
@@ -398,9 +398,9 @@ class Tiled:
             if tiled_node.output not in windows:
                 continue
             for value, (_, (low, high)) in tiled_node.operand_parts(windows[tiled_node.output]).items():
-                if value in self.along:
+                if value in self.placements:
                     # from elements of the dimension to positions of the axis, rounded outwards
-                    elements_per_position = self.along[value].elements_per_position
+                    elements_per_position = self.placements[value].elements_per_position
                     window = low // elements_per_position, -(-high // elements_per_position)
                     other = windows.get(value, window)  # what other readers need
                     windows[value] = min(other[0], window[0]), max(other[1], window[1])
@@ -420,7 +420,7 @@ class Tiled:
     def _operands_of_partial_sums(self) -> tuple[int, ...]:
         """Operands along the axis of the sums of which each piece computes its part."""
         sums = [node for node in self.tiled_nodes if isinstance(node, _SumNode) and node.output in self.partial_sums]
-        return tuple(value for sum_node in sums for value in sum_node.node.reads if value in self.along)
+        return tuple(value for sum_node in sums for value in sum_node.node.reads if value in self.placements)
 
     @cached_property
     def read_by_sums_alone(self) -> frozenset[int]:
@@ -445,7 +445,7 @@ class Tiled:
                 }
                 operands = [value for index in nodes for value in self._operands_of_statistic(index)]
                 for piece in pieces or range(self.pieces):
-                    goals = {value: self.own_window(value, piece) for value in operands if value in self.along}
+                    goals = {value: self.own_window(value, piece) for value in operands if value in self.placements}
                     run = _Run(self, tensors, known, goals, piece, computes_partial_sums=False)
                     run.until(max(nodes))  # no node after the pass's last is needed
                     for index, statistics in statistics_of.items():
@@ -519,7 +519,7 @@ class Tiled:
         if overwriting_position is not None:
             input_gradients[overwriting_position] = into
         state = _BackwardState(tensors, self._by_node(statistics), gradients, needed, input_gradients)
-        for norms in self.sum_passes:
+        for norms in self.derivative_sum_passes:
             for piece in pieces or range(self.pieces):
                 self._add_piece_to_derivative_sums(piece, norms, state)
             for index in norms:
@@ -540,7 +540,7 @@ class Tiled:
         far from float64 as eager mode's. In half precision, so is that of a weight. One dimension takes few bytes.
         The gradients of `summed_factors` are added up by their product itself, which has one dtype.
         """
-        if value in self.along or not tensor.dtype.is_floating_point:
+        if value in self.placements or not tensor.dtype.is_floating_point:
             return tensor.dtype
         if tensor.dim() <= 1:
             return torch.float64
@@ -553,17 +553,17 @@ class Tiled:
         factors = (node.factor for node in self.tiled_nodes if isinstance(node, _CutNode))
         return frozenset(factor.weight for factor in factors if factor is not None)
 
-    def overwritten(self, needed: Sequence[bool]) -> int | None:
+    def overwritable_gradient(self, needed: Sequence[bool]) -> int | None:
         """Return the position of a result whose gradient the first gradient of an input can overwrite; None if there is
         none.
 
         Each piece of samples reads and writes the same part of both. ``needed``: whether each input needs a gradient.
         """
         value, likes = self.program.inputs[needed.index(True)], self.program.likes
-        if self.axis.dim or value not in self.along:
+        if self.axis.dim or value not in self.placements:
             return None
         for position, output in enumerate(self.program.outputs):
-            if likes[output] == likes[value] and self.along[output] == self.along[value]:
+            if likes[output] == likes[value] and self.placements[output] == self.placements[value]:
                 return position
         return None
 
@@ -708,7 +708,7 @@ class Tiled:
         """
         parts, gradients_of_parts = list[Tensor](), list[Tensor]()
         for value, gradient in zip(self.program.outputs, result_gradients, strict=True):
-            own_window = self.own_window(value, piece) if value in self.along else None
+            own_window = self.own_window(value, piece) if value in self.placements else None
             if own_window is None and value not in self.partial_sums and piece:
                 continue  # each piece computes the same: the first differentiates it
             with torch.enable_grad():
@@ -724,14 +724,14 @@ class Tiled:
 
     def part(self, tensor: Tensor, value: int, window: Window) -> Tensor:
         """Return a window of a value that is there as a whole. ``value``: its id, which says where the axis lies."""
-        return _narrowed(tensor, self.along[value], *element_range(self.along[value], window))
+        return _narrowed(tensor, self.placements[value], *element_range(self.placements[value], window))
 
     def writable_part(self, tensor: Tensor, value: int, window: Window) -> Tensor:
         """Return a window of a whole value as a view to write to. A dimension that repeats the axis is split in two.
 
         ``value``: the value's id, which says where the axis lies.
         """
-        return _narrowed_view(tensor, self.along[value], *element_range(self.along[value], window))
+        return _narrowed_view(tensor, self.placements[value], *element_range(self.placements[value], window))
 
 
 @dataclass(frozen=True)
@@ -801,7 +801,7 @@ class _Results:
         self._off_axis: dict[int, _Total] = {}
         """Other results: partial sums, or the same in all pieces."""
         for value in program.outputs:
-            if value in tiled.along:
+            if value in tiled.placements:
                 self._on_axis[value] = program.likes[value].empty()
             else:
                 self._off_axis[value] = _Total(program.likes[value])
@@ -848,7 +848,7 @@ class _Run:
         self.computes_partial_sums = computes_partial_sums
         self.windows, self._detached_norms = tiled.windows(goals), detached_norms
         """By value along the axis: the range of the axis that the piece needs of it."""
-        self._never_dropped = {*goals, *tiled.program.outputs, *tiled.program.static}
+        self._never_dropped = {*goals, *tiled.program.outputs, *tiled.program.static_inputs}
         """Values that stay in `values` after their last read."""
         if computes_partial_sums:
             self._never_dropped -= tiled.read_by_sums_alone
@@ -914,7 +914,7 @@ class _Run:
         """Return the function that computes node ``index``: its op, a faster function, or, where only its derivative is
         needed, a function without values."""
         target = self.tiled.program.nodes[index].target
-        faster_pools = pools.DIFFERENTIABLE if self._differentiates else pools.VALUES
+        faster_pools = pools.POOLS_WITH_DERIVATIVE if self._differentiates else pools.POOLS_WITHOUT_DERIVATIVE
         if index in self._nodes_without_values:
             return WITHOUT_VALUES[target]
         return faster_pools.get(target) or overload(target)
@@ -933,8 +933,8 @@ class _Run:
             return tensor
         dim, (low, high) = part
         placement, begin = result_placement, 0
-        if value in self.tiled.along:  # the piece has a window of it, which begins at element `begin` of the whole
-            placement = self.tiled.along[value]
+        if value in self.tiled.placements:  # the piece has a window of it, which begins at element `begin` of the whole
+            placement = self.tiled.placements[value]
             begin, _ = element_range(placement, self.windows[value])
         placement = replace(placement, dim=dim)
         if low == begin and high - low == tensor.shape[dim] // placement.repetitions:
@@ -965,7 +965,7 @@ class _Run:
 
     def part(self, value: int, window: Window) -> Tensor:
         """Return a window of a value that the piece has computed."""
-        placement, (computed_begin, _) = self.tiled.along[value], self.windows[value]
+        placement, (computed_begin, _) = self.tiled.placements[value], self.windows[value]
         begin, end = window
         shifted = begin - computed_begin, end - computed_begin
         return _narrowed(self.values[value], placement, *element_range(placement, shifted))
@@ -1031,7 +1031,7 @@ class _CutNode(_TiledNode):
     def run(self, run: _Run) -> None:
         """Compute the piece's window of the result. A product can add the gradient of its weight in place."""
         window = run.windows[self.output]
-        parts, placement = self.operand_parts(window), run.tiled.along[self.output]
+        parts, placement = self.operand_parts(window), run.tiled.placements[self.output]
 
         def part_of(value: int) -> Tensor:
             """Return the part of an operand that the window needs."""
@@ -1099,7 +1099,7 @@ class _SumNode(_TiledNode):
         """Return the function that returns a piece's part of an operand, by value: no element is in two pieces."""
         summed = self.call[self.rule.summed_operand].value
         parts = self.rule.operand_parts(self.call, run.tiled.own_window(summed, run.piece))
-        return lambda value: run.operand(value, parts.get(value), run.tiled.along[summed])
+        return lambda value: run.operand(value, parts.get(value), run.tiled.placements[summed])
 
 
 @dataclass(frozen=True)

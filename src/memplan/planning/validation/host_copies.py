@@ -23,7 +23,7 @@ def check_copies(schedule: Schedule) -> None:
         """Target of a copy -> its source, and the kind of action that waits for its end."""
         for index, action in enumerate(actions):
             place = f"{phase} action {index} ({action.kind})"
-            form = None if action.form is None else copies.get(action.form)
+            form = None if action.encoding is None else copies.get(action.encoding)
             value, on_host = (-1, -1) if form is None else (form.value, form.encoded)  # -1: no value
             source, target = (value, on_host) if action.kind in ("store", "stored") else (on_host, value)
             if action.kind in ENDS:
@@ -32,7 +32,9 @@ def check_copies(schedule: Schedule) -> None:
             arriving, leaving = {*underway}, {copied for copied, _ in underway.values()}
             too_soon = arriving.intersection(action.reads)
             _require(not too_soon, place, f"{_names(schedule, too_soon)} is not there yet")
-            lost = {*action.frees} | ({action.into} if action.into is not None else set[int]())  # freed or overwritten
+            lost = {*action.frees} | (
+                {action.overwritten} if action.overwritten is not None else set[int]()
+            )  # freed or overwritten
             if form is not None and action.kind in BEGINS:
                 underway[target] = source, BEGINS[action.kind]
                 leaving |= {source}

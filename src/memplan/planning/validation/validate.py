@@ -48,15 +48,15 @@ class _Walk:
         allowed["receive", None, None] = set[int](), self.tangents, outside_memory.loss_bytes
         for f in graph.forms:
             allowed["store", f.encoded, f.value] = {f.value}, {f.encoded}, f.store_scratch
-            if f.whole:
-                allowed["fetch", f.encoded, f.value] = {f.encoded, *f.also_reads}, {f.value}, f.fetch_scratch
+            if f.can_restore_value:
+                allowed["fetch", f.encoded, f.value] = {f.encoded, *f.fetch_operands}, {f.value}, f.fetch_scratch
             for kind in ENDS if f.copy_seconds is not None else ():
                 allowed[kind, f.encoded, f.value] = {f.value, f.encoded}, set[int](), 0
         self.level = outside_memory.held_bytes + self.size(self.resident)
         """Bytes that are live."""
-        if self.gradient_use.adds:  # gradients of earlier steps are live
+        if self.gradient_use.accumulates:  # gradients of earlier steps are live
             trained = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
-            self.level += sum(value.own_bytes for value in trained)
+            self.level += sum(value.contiguous_bytes for value in trained)
         self.peak = self.level
         """The most of these bytes, with what single actions allocate."""
 
@@ -68,7 +68,7 @@ class _Walk:
                 self.place = f"{phase} action {index} ({action.kind} {subject})"
                 is_first = (phase, index) == ("backward", 0)
                 self.require((action.kind == "receive") == is_first, "tangents come first, once")
-                names_no_op = action.op is None and action.into is None
+                names_no_op = action.op is None and action.overwritten is None
                 self.require(action.kind == "run" or names_no_op, "only ops do that")
                 self.check_action(action, phase)
                 for value in action.frees:
@@ -78,20 +78,20 @@ class _Walk:
                 saved = self.live - self.resident - self.outputs
                 self.require(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
                 self.changed |= self.outputs - self.resident - {*self.plan.saved}  # the backward pass does not get them
-        must_run = {op.index for op in self.graph.ops if op.makes or op.discarded or op.once}
+        must_run = {op.index for op in self.graph.ops if op.makes or op.discarded or op.must_run_once}
         self.require(self.ran == must_run, "not all ran once")
         missing = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.returned
         self.require(not missing, f"the write or the gradient of {self.names(missing)} is missing")
         wrong = self.live ^ (self.resident | self.outputs | self.delivered)
         self.require(not wrong, f"{self.names(wrong)} should have been freed, or should not")
-        update_bytes = 0 if self.gradient_use.updates else self.outside_memory.update
+        update_bytes = 0 if self.gradient_use.updates_early else self.outside_memory.update_bytes
         self.allocate((), transient=update_bytes)
         return self.peak
 
     def check_action(self, action: Action, phase: str) -> None:
         """Check an action by its kind, and apply it to the live values and bytes."""
         value, source = (-1 if number is None else number for number in (action.value, action.source))
-        reads, makes, scratch = self.allowed.get((action.kind, action.form, action.value), (None, set[int](), 0))
+        reads, makes, scratch = self.allowed.get((action.kind, action.encoding, action.value), (None, set[int](), 0))
         if action.kind == "run" and action.op is not None:
             self.run(action, self.graph.ops[action.op], phase)
         elif reads is not None and makes.isdisjoint(self.graph.irreplaceable - self.tangents):
@@ -109,10 +109,10 @@ class _Walk:
     def run(self, action: Action, op: GraphOp, phase: str) -> None:
         """Check that an op runs on its operands, once and in an allowed order, or again where it may."""
         op = op.cheaper_recompute if action.recomputed and op.cheaper_recompute else op
-        scratch = op.scratch if action.into is None else op.scratch - op.scratch_saved
+        scratch = op.scratch if action.overwritten is None else op.scratch - op.scratch_saved
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]  # idle: operands that its kernel does not read
         if action.recomputed:
-            may = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
+            may = op.phase == "forward" and phase == "backward" and not (op.random or op.must_run_once)
             may = may and self.recomputed.isdisjoint(makes)
             self.require(may, f"{op.target} must not run again here, or so often")
             self.recomputed |= makes
@@ -125,21 +125,21 @@ class _Walk:
         else:
             self.require(op.phase == phase and op.index not in self.ran, f"{op.target} runs twice, or in another pass")
             self.ran.add(op.index)
-            if phase == "forward" or op.random or op.once:  # `check` finds whether others run too early
+            if phase == "forward" or op.random or op.must_run_once:  # `check` finds whether others run too early
                 self.require(op.index > self.last_in_order, f"{op.target} is out of its order")
                 self.last_in_order = op.index
-        if action.form is not None:
-            forms = [f for f in self.graph.forms if f.encoded == action.form and op.index in f.direct]
+        if action.encoding is not None:
+            forms = [f for f in self.graph.forms if f.encoded == action.encoding and op.index in f.direct_readers]
             forms = [f for f in forms if f.value in reads]
             self.require(bool(forms), f"{op.target} cannot read a kept form of it")
-            reads[reads.index(forms[0].value)], scratch = forms[0].encoded, forms[0].direct_scratch
+            reads[reads.index(forms[0].value)], scratch = forms[0].encoded, forms[0].direct_reader_scratch
         self.check(action, reads, action.makes, idle)
         self.require(makes <= {*op.makes}, f"{op.target} makes no {self.names(action.makes)}")
-        if action.into is not None:
-            fits = action.makes[:1] == op.makes[:1] and self.size([action.into]) == self.size(op.makes[:1])
-            fits = fits and action.into in {*op.overwrites} & {*reads} - self.tangents
-            self.require(fits, f"{op.target} must not write over {self.names([action.into])}")
-            self.free(action.into)
+        if action.overwritten is not None:
+            fits = action.makes[:1] == op.makes[:1] and self.size([action.overwritten]) == self.size(op.makes[:1])
+            fits = fits and action.overwritten in {*op.overwrites} & {*reads} - self.tangents
+            self.require(fits, f"{op.target} must not write over {self.names([action.overwritten])}")
+            self.free(action.overwritten)
         unread_results = {*op.makes} - makes
         self.allocate(makes, transient=op.discarded + scratch + self.size(unread_results))
 
@@ -147,20 +147,20 @@ class _Walk:
         """Check that ``gradient`` of ``value`` is returned once, and copied if it shares memory or has other
         strides."""
         values, base, is_parameter = self.values, self.values[gradient].base, self.values[value].kind == "parameter"
-        updates, adds = is_parameter and self.gradient_use.updates, is_parameter and self.gradient_use.adds
+        updates, adds = is_parameter and self.gradient_use.updates_early, is_parameter and self.gradient_use.accumulates
         known = (action.kind, phase) == ("give", "backward") and (value, gradient) in self.graph.gradients
         self.require(known and value not in self.returned, "there is no such thing to do here, or it is done")
         self.check(action, reads=(base,), makes=())
         shares_memory = sum(values[other].base == base for _, other in self.graph.gradients) > 1
         shares_memory = shares_memory or base in self.resident | self.outputs | self.tangents
         may_stay = adds or not (shares_memory or values[gradient].stride != values[value].stride)
-        self.require(action.copies or may_stay, "a gradient that is not its alone must be copied")
-        copy_bytes = values[value].own_bytes if action.copies else 0
+        self.require(action.returns_copy or may_stay, "a gradient that is not its alone must be copied")
+        copy_bytes = values[value].contiguous_bytes if action.returns_copy else 0
         update_bytes = self.outside_memory.update_by_parameter.get(value, 0) if updates else 0
         self.allocate((), transient=copy_bytes + update_bytes)
         if not (updates or adds):
             self.level += copy_bytes
-            self.delivered |= set[int]() if action.copies else {base}
+            self.delivered |= set[int]() if action.returns_copy else {base}
         self.changed |= self.delivered  # the receiver may change them
         self.changed |= {values[value].base} if updates or values[value].hooked else set[int]()
         self.returned.add(value)
@@ -187,7 +187,7 @@ class _Walk:
         is_freeable = value in self.live and not stays
         self.require(is_freeable, f"{self.names([value])} is not there to be freed, or has to stay")
         self.live.remove(value)
-        if not self.values[value].held:  # else backward() keeps its memory
+        if not self.values[value].kept_by_backward:  # else backward() keeps its memory
             self.level -= self.size([value])
 
     def size(self, values: Iterable[int]) -> int:

@@ -124,7 +124,7 @@ def fit(
         with called("memplan.fit", profiles=True), alone():
             return fit_inference(model, inputs, kwargs, budget)
     options = PlanOptions(
-        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
+        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates_early=early),
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
         costs=None if running is None else COSTS,
     )  # fmt: skip
@@ -234,7 +234,7 @@ class _Fitting:
         """
         with self._tracing():
             captured = self.planner.study(self.request.call, self.settings, key=0).captured
-        draws = bool(captured.opaque) or any(op.random for op in captured.graph.ops)
+        draws = bool(captured.opaque_calls) or any(op.random for op in captured.graph.ops)
         with isolated(self.request.step, draws=draws):
             return self._fit()
 
@@ -324,7 +324,9 @@ class _Fitting:
     @property
     def _may_stay_unplanned(self) -> bool:
         """Whether the step may run unchanged if it fits: the user passed no plan, early updates or engine."""
-        return self.settings.plan is None and not self.settings.gradients.updates and self.settings.engine == "graph"
+        return (
+            self.settings.plan is None and not self.settings.gradients.updates_early and self.settings.engine == "graph"
+        )
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -420,7 +422,7 @@ class _Fitting:
                 of_model, note = plan_own_call(request, settings, planned, self._notify, undo)
                 installations.append(of_model)
                 self.notes += [] if note is None else [note]
-        early, counted = settings.gradients.updates, settings.counted_optimizer
+        early, counted = settings.gradients.updates_early, settings.counted_optimizer
         if counted is not None and (early or counted is not settings.optimizer) and proof.within_budget:
             optimizer = counted(list(request.step.parameters()))
             if counted is not settings.optimizer:

@@ -86,7 +86,7 @@ class FittedInference(Printed):
     @property
     def largest_part(self) -> tuple[int, ...]:
         """Elements along each dimension of space that a part reads at most; empty if it fits as it is."""
-        windows = zip(*(part.input for part in self.parts), strict=True)
+        windows = zip(*(part.input_windows for part in self.parts), strict=True)
         return tuple(max(high - low for low, high in along) for along in windows)
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
             expected="the same but for rounding",
             do="Run it as it is; the model is as before",
         )
-    overlap = sum(prod(high - low for low, high in part.input) for part in parts) / prod(shape[2:])
+    overlap = sum(prod(high - low for low, high in part.input_windows) for part in parts) / prod(shape[2:])
     undo = _install(model, crops, parts, original)
     return FittedInference(
         model, changed=True, budget=limit, before=before, predicted=predicted, measured=measured, parts=tuple(parts),
@@ -204,7 +204,7 @@ def _parts(model: nn.Module, crops: Crops, budget: int, before: int) -> tuple[li
         lengths_by_count = dict[int, list[int]]()
         for count in COUNTS:
             if count <= size // stride:
-                windows = [crops.along(dim, window)[0] for window in crops.cuts(dim, count)]
+                windows = [crops.windows_along(dim, window)[0] for window in crops.windows_of_parts(dim, count)]
                 lengths_by_count[count] = [high - low for low, high in windows]
         lengths_along.append(lengths_by_count)
     options = list[_Option]()
@@ -256,12 +256,12 @@ def _difference(
     """Return the largest difference between the result and that of another crop, as a share of the largest value. The
     crop lies across the first border between parts, along each dimension of space (in the middle if there is none)."""
     windows = list[tuple[int, int]]()
-    for size, stride, (_, end) in zip(crops.result_shape[2:], crops.strides, parts[0].result, strict=True):
+    for size, stride, (_, end) in zip(crops.result_shape[2:], crops.strides, parts[0].result_windows, strict=True):
         border = end if end < size else size // 2
         windows.append((max(0, border - stride), min(size, border + stride)))
     crop = crops.crop(tuple(windows))
     computed = crops.part(input, crop, model)
-    expected = result[(..., *(slice(low, high) for low, high in crop.result))]
+    expected = result[(..., *(slice(low, high) for low, high in crop.result_windows))]
     return float((computed - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 

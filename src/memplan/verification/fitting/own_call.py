@@ -55,7 +55,7 @@ def plan_own_call(
         try:
             if settings.engine == "graph":  # inductor compiles in the first call, which may never come
                 with attributes_restored(request.model), request.under_autocast():
-                    installed.prepare(_model_call(request)[0], settings.gradients.adds)
+                    installed.prepare(_model_call(request)[0], settings.gradients.accumulates)
             plans.handed_over = True
             return installed, note
         except BudgetError as error:

@@ -20,7 +20,7 @@ from memplan.planning.inductor.partition import Fused
 from memplan.planning.planner import Planner
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.reuse_choices import translate_choices, without_loss
-from memplan.planning.schedule.scheduler import Schedule, schedule, with_fewest_pieces
+from memplan.planning.schedule.scheduler import Schedule, schedule, with_fewest_piecewise_ops
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, fits
 from memplan.planning.tiles.program import NotTileable
@@ -88,9 +88,9 @@ class Plans:
         """Return the plan of a call. ``accumulate``: whether ``.grad`` is set when the call begins. Raises BudgetError
         if no plan fits, and UnkeyedError if the call cannot be captured or compiled."""
         expected = self._expected
-        if expected is not None and expected.schedule.choices.gradients.adds == accumulate:
+        if expected is not None and expected.schedule.choices.gradients.accumulates == accumulate:
             self._expected = None
-            self._shapes.known(call)
+            self._shapes.record_sizes(call)
             return expected
         try:
             return self._plan(call, accumulate)
@@ -112,13 +112,13 @@ class Plans:
         captured = None
         reused = self._reuse_rewritten(call, accumulate)
         if reused is not None:
-            self._shapes.known(call)
+            self._shapes.record_sizes(call)
             return reused
         if self.plans or self._joint is not None:
             self._captures += 1
             if self._captures % _MAX_CAPTURES == 0:  # symbols for sizes take memory
                 self._shapes = self._new_shapes()
-            captured = self._shapes.captured(call)
+            captured = self._shapes.capture(call)
             reused = self._reuse(captured, accumulate)
             if reused is not None:
                 return reused
@@ -126,10 +126,10 @@ class Plans:
             gradients = ", with gradients held" if accumulate else ""
             self._notify(f"planned anew: a call with inputs {shapes or 'none'}{gradients}")
         else:
-            self._shapes.known(call)
+            self._shapes.record_sizes(call)
         if captured is not None and captured.channels_last:
             captured = None  # let the planner choose between the memory formats again
-        settings, gradients = self._settings, self._settings.gradients.held(accumulate)
+        settings, gradients = self._settings, self._settings.gradients.with_accumulation(accumulate)
         # With a plan of the user's, later plans compute in its precision.
         precision = settings.precision if settings.plan is None else settings.fixed_precision
         settings = replace(settings, gradients=gradients, plan=None, precision=precision)
@@ -152,7 +152,7 @@ class Plans:
     def _reuse(self, captured: Captured, accumulate: bool) -> Reused | None:
         """Return the plan of a call by the choices of an earlier plan for a call with the same ops; None if these do
         not keep the budget. ``accumulate``: whether ``.grad`` is set when the call begins."""
-        candidates = [planned for planned in self.plans if planned.schedule.choices.gradients.adds == accumulate]
+        candidates = [planned for planned in self.plans if planned.schedule.choices.gradients.accumulates == accumulate]
         for planned in candidates:  # an equal graph: the calls differ in something that the graph does not depend on
             if planned.captured.graph.fingerprint == captured.graph.fingerprint:
                 return Reused(captured, planned.schedule, planned.outside_memory, planned.fused)
@@ -182,7 +182,7 @@ class Plans:
         joint, graph, settings = self._joint, captured.graph, self._settings
         if joint is None or joint.fused is not None:
             return None
-        gradients = settings.gradients.held(accumulate)
+        gradients = settings.gradients.with_accumulation(accumulate)
         choices = without_loss(replace(joint.schedule.choices, gradients=gradients), joint.captured.graph, graph)
         if choices is None:
             return None
@@ -190,7 +190,9 @@ class Plans:
             self._module, graph, settings.counted_optimizer, gradients, home=settings.home,
             loss_bytes_ratio=settings.loss_bytes_ratio, tensors=captured.constants,
         )  # fmt: skip
-        fewest = with_fewest_pieces(schedule(graph, choices), lambda candidate: fits(candidate, outside, self._budget))
+        fewest = with_fewest_piecewise_ops(
+            schedule(graph, choices), lambda candidate: fits(candidate, outside, self._budget)
+        )
         return self._if_within_budget(captured, fewest.choices, outside)
 
     def _if_within_budget(self, captured: Captured, choices: Choices, outside: OutsideMemory) -> Reused | None:

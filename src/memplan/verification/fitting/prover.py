@@ -203,8 +203,8 @@ class Prover:
                 return proof
             return self._compare_on_card(call, baselines, candidate, planned=None, memory=memory)
         _log.info("running the planned step beside the unplanned one")
-        self._warm_up(call, in_backward=self._settings.gradients.updates)
-        candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
+        self._warm_up(call, in_backward=self._settings.gradients.updates_early)
+        candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates_early)
         candidate.other_resident = self._constant_bytes(planned)
         is_lossy = _grade(planned.plan) == "lossy"
         if baselines.truth is None:
@@ -222,7 +222,7 @@ class Prover:
         if _has_moments(planned):
             del candidate  # its memory
             candidate = self._trial(
-                "candidate", call, in_backward=self._settings.gradients.updates,
+                "candidate", call, in_backward=self._settings.gradients.updates_early,
                 optimizer=self._counted_optimizer(planned),
             )  # fmt: skip
             candidate.seconds()  # the first update compiles
@@ -286,7 +286,7 @@ class Prover:
 
     def _measure(self, planned: Planned | None) -> tuple[int, int]:
         """Measure (resident bytes, peak bytes) of the step as it runs now. ``planned``: the installed plan."""
-        in_backward = planned is not None and self._settings.gradients.updates
+        in_backward = planned is not None and self._settings.gradients.updates_early
         updates = self._settings.optimizer is not None
         self._warm_up(self._request.call, in_backward=in_backward, updates=updates)
         _log.info("measuring the peak")
@@ -321,7 +321,7 @@ class Prover:
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=optimizer or self._settings.optimizer, autocast=autocast or self._request.autocast,
-            micro_batches=2 if self._settings.gradients.adds else 1,
+            micro_batches=2 if self._settings.gradients.accumulates else 1,
         )  # fmt: skip
         return Trial(
             name, call=function or self._step, module=self._step, work=work,
@@ -348,7 +348,11 @@ class Prover:
             try:
                 with attributes_restored(self._step), self._request.under_autocast():
                     _, timeline = baseline(
-                        self._step, call, self._settings.optimizer, held=self._settings.gradients.adds, home=self._home
+                        self._step,
+                        call,
+                        self._settings.optimizer,
+                        gradients_exist=self._settings.gradients.accumulates,
+                        home=self._home,
                     )
             except MemplanError:  # the model does not accept fewer samples
                 break
@@ -389,11 +393,13 @@ class Prover:
         plans = Plans(self._step, settings, planned.plan.peak, lambda _: None)
         plans.plans.append(planned)
         with attributes_restored(self._step), self._request.under_autocast():
-            first = plans(call, settings.gradients.adds)
+            first = plans(call, settings.gradients.accumulates)
             if isinstance(first, Planned):  # planned anew, in a budget that is too large to make it recompute
                 plans = Plans(self._step, settings, _equivalent_budget(planned.plan, first.plan), lambda _: None)
-                first = plans(call, settings.gradients.adds)
-        return lambda later, accumulate: first if accumulate == settings.gradients.adds else plans(later, accumulate)
+                first = plans(call, settings.gradients.accumulates)
+        return lambda later, accumulate: (
+            first if accumulate == settings.gradients.accumulates else plans(later, accumulate)
+        )
 
 
 def _has_moments(planned: Planned | None) -> bool:

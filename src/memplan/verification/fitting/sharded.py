@@ -27,7 +27,7 @@ from memplan.planning.capture.loss_module import default_loss
 from memplan.planning.cost.optimizer_memory import Update, update_of
 from memplan.planning.graph.precision import EXACT
 from memplan.planning.graph.roofline import CPU, rates_of
-from memplan.planning.levers.lever import STAYS
+from memplan.planning.levers.lever import KEPT_UNTIL_UPDATE
 from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.relative_budget import Relative
@@ -99,7 +99,7 @@ def _refuse(model: nn.Module, blocks: dict[str, nn.Module], options: PlanOptions
             do="Wrap the blocks by fully_shard, or checkpoint parts of the model by torch.utils.checkpoint",
         )
     unsupported = {
-        "early=True": options.gradients.updates,
+        "early=True": options.gradients.updates_early,
         f"allow={options.allow!r}": options.allow != "exact",
         "engine='inductor'": options.engine == "inductor",
         "plan": options.plan is not None,
@@ -164,9 +164,9 @@ class _Fitting:
     def __init__(self, request: Request, blocks: dict[str, nn.Module]) -> None:
         """Compute the bytes of this rank's shards: of weights, their gradients and optimizer state."""
         self._request, self._blocks = request, blocks
-        self._adds, optimizer = request.settings.gradients.adds, request.settings.optimizer
+        self._adds, optimizer = request.settings.gradients.accumulates, request.settings.optimizer
         # Blocks are planned without the optimizer's update and earlier gradients: these are shards, outside of blocks.
-        self._settings = replace(request.settings, optimizer=None, gradients=STAYS)
+        self._settings = replace(request.settings, optimizer=None, gradients=KEPT_UNTIL_UPDATE)
         self._notes = list(request.notes)
         self.undo = ExitStack()
         """Uninstalls the current plans."""
@@ -175,14 +175,14 @@ class _Fitting:
         trained_shards = [_torch.local(p) for p in request.model.parameters() if p.requires_grad]
         self._gradient_bytes = storage_bytes(trained_shards, self._settings.home.type)
         """Of this rank's shards."""
-        self._update = Update(state=0, most=0)
+        self._update = Update(state_bytes=0, peak_bytes=0)
         """Bytes of the optimizer's state and update for these shards."""
         if optimizer is not None:
             layouts = [(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")) for t in trained_shards]
             self._update = update_of(optimizer, layouts, self._settings.home)
         shards = map(_torch.local, request.model.parameters())
         tensors = (*shards, *request.model.buffers(), *request.call.tensors)
-        self._resident = storage_bytes(tensors, self._settings.home.type) + self._update.state
+        self._resident = storage_bytes(tensors, self._settings.home.type) + self._update.state_bytes
         """Bytes that stay allocated outside of blocks: shards, buffers, inputs, optimizer state, kept gradients."""
         if self._adds:
             self._resident += self._gradient_bytes
@@ -278,7 +278,7 @@ class _Fitting:
 
     def _peak(self, ran: _Ran) -> int:
         """Return the highest peak on any rank of a step and its update, in bytes. Every rank calls this."""
-        update = self._update.most + (0 if self._adds else self._gradient_bytes)
+        update = self._update.peak_bytes + (0 if self._adds else self._gradient_bytes)
         return max(_torch.gathered(self._resident + max(ran.growth, update)))
 
     # -- plans

@@ -67,14 +67,14 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
         attributes_restored(request.step),
         request.under_autocast(),
     ):  # the program may change the model before it calls
-        installed.prepare(request.call, settings.gradients.adds)
+        installed.prepare(request.call, settings.gradients.accumulates)
     calls = [installed.calls]
     if request.step is not request.model:
         settings_with_loss = replace(settings, plan=None, loss_bytes_ratio=_loss_bytes_ratio(request))
         plans_of_model = Plans(request.model, settings_with_loss, request.bytes, lambda text: None, joint=planned)
         calls.append(_install_in_recording(request.model, plans_of_model, undo).calls)
     optimizer = None
-    early, counted = settings.gradients.updates, settings.counted_optimizer
+    early, counted = settings.gradients.updates_early, settings.counted_optimizer
     if counted is not None and (early or counted is not settings.optimizer):
         optimizer = counted(list(request.step.parameters()))
         if counted is not settings.optimizer:
@@ -130,7 +130,7 @@ def _loss_bytes_ratio(request: Request) -> Fraction:
 def _empty_proof(plan: Plan, request: Request) -> Proof:
     """Return the proof of a step that did not run: nothing is compared, and the peak is the plan's."""
     return replace(
-        nothing_compared(), early=request.settings.gradients.updates, resident=sum(plan.resident.values()),
+        nothing_compared(), early=request.settings.gradients.updates_early, resident=sum(plan.resident.values()),
         peak=plan.peak, reference_peak=plan.eager_peak, predicted=plan.peak, budget=request.bytes,
         torch=torch.__version__,
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _empty_proof(plan: Plan, request: Request) -> Proof:
 def _plan_step(planner: Planner, request: Request) -> tuple[Planned, bool]:
     """Return a plan, and whether the step fits without it. If so, the plan may exceed the budget."""
     settings = request.settings
-    may_stay_unplanned = settings.plan is None and not settings.gradients.updates and settings.engine == "graph"
+    may_stay_unplanned = settings.plan is None and not settings.gradients.updates_early and settings.engine == "graph"
     if not may_stay_unplanned:
         return planner.planned(request.call, settings, request.bytes, key=0), False
     study = planner.study(request.call, settings, key=0)

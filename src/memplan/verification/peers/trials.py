@@ -122,7 +122,7 @@ class _PeerRun:
         args, kwargs = request.call.rebuild(request.call.tensors)
         self._work = Work(  # with gradients of an earlier micro-batch, if these are held
             args, kwargs, optimizer=request.settings.optimizer, autocast=request.autocast,
-            micro_batches=2 if request.settings.gradients.adds else 1,
+            micro_batches=2 if request.settings.gradients.accumulates else 1,
         )  # fmt: skip
         self._float64: dict[str, _StepResult | None] = {}
         """Results in float64, by the name of the peer whose random numbers were drawn."""

@@ -249,7 +249,7 @@ def _reads_state(code: CodeType, frame: FrameType) -> bool:
         return True
     global_variables = frame.f_globals
     is_code_of_torch = str(global_variables.get("__name__")).startswith("torch.")
-    loaded_values = (global_variables[name] for name in uses_of(code).loaded if name in global_variables)
+    loaded_values = (global_variables[name] for name in uses_of(code).loaded_globals if name in global_variables)
     if not is_code_of_torch and not all(map(_is_constant, loaded_values)):
         return True
     return not all(map(_is_immutable, frame.f_locals.values()))
@@ -405,7 +405,7 @@ def _is_standard_library_root(root: str) -> bool:
 class Uses:
     """Names in the code of one function."""
 
-    loaded: tuple[str, ...]
+    loaded_globals: tuple[str, ...]
     """Globals that it loads, without containers that it only adds to, such as a log."""
     names: frozenset[str]
     """Attributes, and strings that may be names of attributes."""
@@ -413,7 +413,7 @@ class Uses:
     """Attributes that it reads of globals, and of these attributes."""
     imports: tuple[str, ...]
     """Modules that it imports, and strings if it looks up modules by name."""
-    unnamed: bool
+    reads_unnamed: bool
     """Whether it reads attributes that it does not name, other than by calling a function of `GETTERS`."""
     computed_modules: bool
     """Whether it looks up modules by names that are not constants."""

@@ -106,7 +106,7 @@ def recipe_of(executed: Executed) -> Recipe:
         codes=dict(executed.codes),
         names=frozenset(executed.names).union(*(use.names for use in uses)),
         attributes_of_globals=frozenset[str]().union(*(use.attributes_of_globals for use in uses)),
-        reads_all=executed.reads_all or any(use.unnamed for use in uses),
+        reads_all=executed.reads_all or any(use.reads_unnamed for use in uses),
         fully_read_classes=frozenset(executed.fully_read_classes),
         modules=frozenset(executed.modules),
     )
@@ -205,7 +205,7 @@ class Walk(Watched):
                 continue
             uses = uses_of(code)
             namespaces[id(namespace)] = namespace
-            loaded_names.setdefault(id(namespace), set()).update(uses.loaded)
+            loaded_names.setdefault(id(namespace), set()).update(uses.loaded_globals)
             modules.update(dict.fromkeys(imported_modules(uses.imports, str(namespace.get("__package__") or ""))))
         for key, namespace in namespaces.items():
             module = namespace.get("__name__", "")
