@@ -189,7 +189,7 @@ def inference_row(scan: Scan, *, run: bool) -> Row:
     before = inference._peak(model, scan.shape, torch.float32)
     crops = Crops(model, scan.shape, torch.float32)
     parts, predicted = inference._parts(model, crops, scan.budget, before)
-    read = sum((high - low) * (right - left) for part in parts for (low, high), (left, right) in [part.input])
+    read = sum((high - low) * (right - left) for part in parts for (low, high), (left, right) in [part.input_windows])
     row: Row = {
         "eager": before, "predicted": predicted, "added": read / (scan.shape[2] * scan.shape[3]) - 1,
         "pieces": [len(parts)], "repeating": 0,
