@@ -104,7 +104,7 @@ def test_the_best_set_is_nearly_found(seed: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("memplan.exporting.update_search.squared_norms", lambda asked, paths, batches: (gains, 1))
     budget = (worth.peak(names, True) + worth.peak((), True)) // 2
     asked: Any = SimpleNamespace(bytes=budget, model=worth.model)
-    rules: Any = SimpleNamespace(members=("momentum",), group_of=gains)
+    rules: Any = SimpleNamespace(arrays_in_state=("momentum",), group_of=gains)
     choice = chosen_update(asked, rules, [], worth.peak)
     sets = itertools.chain.from_iterable(itertools.combinations(names, count) for count in range(1, 8))
     best = max(sum(gains[path] for path in one) for one in sets if worth.peak(one, True) <= budget)

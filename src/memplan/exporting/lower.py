@@ -105,7 +105,7 @@ def operations_of(graph: JointGraph, op: GraphOp) -> int:
     elements = math.prod(graph.values[op.makes[0]].shape) if op.makes else 0
     per_element = 0  # multiplications
     if op.target == CONVOLUTIONS:
-        return loads_and_stores + sum(stage[-1].work for stage in op.args[1:])
+        return loads_and_stores + sum(stage[-1].multiplications for stage in op.args[1:])
     if op.target in (conv.GATHER, conv.SCATTER):
         per_element = math.prod(graph.values[op.args[1].value].shape[1:])
     elif op.target == conv.WEIGHT_GRADIENT:

@@ -66,7 +66,8 @@ def plan(
             the same on every machine; None: measured on this machine, which varies slightly from run to run.
 
     Raises:
-        BudgetError: no plan fits; ``smallest_budget`` is the smallest budget with a plan.
+        BudgetError: no plan fits; ``smallest_budget`` is the smallest budget with a plan, of those that were computed:
+            moments in 8 bits are planned only where they may meet the budget.
         UsageError, RecordingError: an argument is invalid, or the step cannot be captured.
 
     Example:

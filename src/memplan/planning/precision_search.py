@@ -102,7 +102,7 @@ class _PrecisionSearch:
 
     def try_skipped(self) -> None:
         """Plan in the skipped precisions that may need less than the others, so that the reported smallest budget does
-        not depend on the requested budget."""
+        not depend on the requested budget, but for moments in 8 bits: these are planned only where they may meet it."""
         for op_by_op, precision in sorted(self._skipped, key=lambda skipped: skipped[0].floor):
             if self.budget_errors and op_by_op.is_far_above(min(error.smallest_budget for error in self.budget_errors)):
                 break
@@ -181,7 +181,10 @@ class _PrecisionSearch:
             plain = replace(precision, moments="")
             if plain in peaks:
                 outside = self._studies[plain].search(replace(self._settings, precision=plain)).outside_memory
-                if peaks[plain] - int(_MOST_SAVED_OF_STATE * outside.state_bytes) - outside.update_bytes > self._budget:
+                state_bytes = outside.by_cause().get("optimizer_state", 0)  # of idle parameters, too
+                rounding = outside.home.allocator.large_segment_size if outside.home.card is not None else 0
+                saved = int(_MOST_SAVED_OF_STATE * state_bytes) + outside.update_bytes + rounding
+                if peaks[plain] - saved > self._budget:
                     continue
             elif plain not in self._settings.excluded_precisions:  # those were not planned
                 continue
@@ -309,7 +312,8 @@ def with_lossy_remedy(
     exact_study = study(settings)
     outside = exact_study.search(settings).outside_memory
     may_have_moments = settings.moments_in_8_bits and outside.moments_fit_8_bits
-    moments_save = _MOST_SAVED_OF_STATE * outside.state_bytes if may_have_moments else 0
+    state_bytes = outside.by_cause().get("optimizer_state", 0)
+    moments_save = _MOST_SAVED_OF_STATE * state_bytes if may_have_moments else 0
     if budget < exact_study.least_peak(settings) - moments_save:
         return error
     excluded = (*settings.excluded_precisions, EXACT)  # the exact plan does not fit: that is the error

@@ -122,10 +122,11 @@ class Study:
         With fused kernels: the plan in the first layout in which it fits.
         """
         if settings.engine == "graph":
+            search = self.search(settings)
             try:
                 return _Planning(self, settings, budget).op_by_op()
             finally:
-                self.search(settings).forget()
+                search.forget()
         layouts, errors = self.layouts(settings), list[MemplanError]()
         if settings.plan is not None:
             fingerprint = settings.plan.fingerprint

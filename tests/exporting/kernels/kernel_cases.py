@@ -123,7 +123,7 @@ def _placed(
         if narrow is not None and value == narrow[0]:
             return f"((signed char *)p[{order[graph.base(value)]}])"
         kind = {"int32": "int32_t", "uint8": "unsigned char", "bool": "unsigned char"}.get(found.dtype, "float")
-        start = device.offsets.get(value, 0) + (tensors[value].storage_offset() if value < len(tensors) else 0)
+        start = device.storage_offsets.get(value, 0) + (tensors[value].storage_offset() if value < len(tensors) else 0)
         return f"(({kind} *)p[{order[graph.base(value)]}] + {start})"
 
     writer.graph, writer.pointer_to = graph, place
@@ -133,7 +133,7 @@ def _placed(
         found = graph.values[number]
         if found.dtype == "float32":
             view = torch.as_strided(
-                memory[graph.base(number)], found.shape, found.stride, device.offsets.get(number, 0)
+                memory[graph.base(number)], found.shape, found.stride, device.storage_offsets.get(number, 0)
             )
             results.append((view, wanted[given]))
     return _Written(lines, list(memory.values()), results)

@@ -88,7 +88,7 @@ def labels(x: torch.Tensor) -> torch.Tensor:
 def only(monkeypatch: pytest.MonkeyPatch, *kinds: Precision) -> None:
     monkeypatch.setattr(
         precision_search,
-        "tiers",
+        "allowed_precisions",
         lambda model, settings: iter(k for k in kinds if k not in settings.excluded_precisions),
     )
 

@@ -300,7 +300,7 @@ class _Finder:
         assert op.outputs[0] is not None, "checked by the caller"
         channels = fields["weight"].shape[1] * fields.get("groups", 1)
         if x in self.affine:
-            fields |= {"bytes": self._bytes_of(x, channels)}
+            fields |= {"byte_input": self._bytes_of(x, channels)}
             x = self.affine[x][0]
         elif x in self.byte_inputs:
             raise _Refused("it reads the bytes of an input as integers")
@@ -367,7 +367,7 @@ class _Finder:
         channels, plane = shape[1], _plane(shape)
         weight = _for_channels(factor, channels).reshape(-1, 1, 1, 1)
         bias = _for_channels(addend, channels)
-        self._convolve(op, x, weight=weight, bias=bias, plane=plane, result=plane, groups=channels)
+        self._convolve(op, x, weight=weight, bias=bias, input_size=plane, output_size=plane, groups=channels)
 
     def convolution(self, op: GraphOp) -> None:
         """Add a convolution with a constant weight, over one or two dimensions."""
@@ -384,7 +384,7 @@ class _Finder:
         biases = np.zeros(len(weights)) if bias is None else self.known[bias.value].double().numpy()
         plane, result = _plane(values[x.value].shape), _plane(values[op.outputs[0] or 0].shape)
         self._convolve(
-            op, x.value, weight=weights, bias=biases, plane=plane, result=result, stride=_pair(stride, 1),
+            op, x.value, weight=weights, bias=biases, input_size=plane, output_size=result, stride=_pair(stride, 1),
             padding=_pair(padding, 0), dilation=_pair(dilation, 1), groups=groups,
         )  # fmt: skip
 
@@ -405,7 +405,7 @@ class _Finder:
             _, factor, addend = self.affine[operand]
             if factor.dim() or addend.dim():  # by channel of the image, not by input of the layer
                 operand = self._source(op, operand)
-        self._convolve(op, operand, weight=weights, bias=biases, plane=(1, 1), result=(1, 1))
+        self._convolve(op, operand, weight=weights, bias=biases, input_size=(1, 1), output_size=(1, 1))
 
     def batch_norm(self, op: GraphOp) -> None:
         """Fold a batch norm in evaluation mode into the convolution before it, or add it as a depthwise one."""
@@ -470,9 +470,9 @@ class _Finder:
         plane, result = (self.graph.values[v].shape[-2:] for v in (x, output))
         window = _pair(kernel, 1)
         return {
-            "ops": [op], "reads": (self._source(op, x),), "out": output,
-            "planes": math.prod(self.graph.values[output].shape) // math.prod(result), "plane": plane,
-            "result": result, "kernel": window, "stride": window if not stride else _pair(stride, 1),
+            "ops": [op], "operands": (self._source(op, x),), "output": output,
+            "planes": math.prod(self.graph.values[output].shape) // math.prod(result), "input_size": plane,
+            "output_size": result, "kernel": window, "stride": window if not stride else _pair(stride, 1),
             "padding": _pair(padding, 0), "dilation": _pair(dilation, 1),
         }  # fmt: skip
 

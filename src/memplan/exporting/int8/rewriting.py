@@ -204,7 +204,7 @@ class _Rewriting(Rebuild):
         if value not in self.integers:
             assert value in self.part.float_inputs, "layers are in order"
             result = self._result(op, value)
-            self._call(op, ops.QUANTIZE, (Ref(value), float(type.reciprocal), type.zero), (result,))
+            self._call(op, ops.QUANTIZE, (Ref(value), float(type.reciprocal), type.zero_point), (result,))
             self.integers[value] = Ref(result)
         return self.integers[value]
 

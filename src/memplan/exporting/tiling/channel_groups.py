@@ -265,8 +265,8 @@ class Groups(Rebuild):
 def _call(op: GraphOp, target: str, args: tuple[Any, ...], outputs: tuple[int, ...], **changes: Any) -> GraphOp:
     """Return a new op with phase, layer and source line of `op`."""
     fields: dict[str, Any] = {
-        "index": -1, "target": target, "args": args, "kwargs": {}, "outputs": outputs, "multiple": False,
-        "overwrites": (), "random": False, "once": False, "gradient_of": None,
+        "index": -1, "target": target, "args": args, "kwargs": {}, "outputs": outputs, "returns_tuple": False,
+        "overwrites": (), "random": False, "must_run_once": False, "gradient_of": None,
     }  # fmt: skip
     return replace(op, **{**fields, **changes})
 

@@ -32,8 +32,10 @@ def segments_note(schedule: Schedule, outside_memory: OutsideMemory) -> Iterator
         return
     home = outside_memory.home
     expandable = home.allocator.expandable_segments
-    other = replace(home, allocator=replace(home.allocator, expandable_segments=not expandable), occupied=None)
-    reserved = reserved_bytes(schedule, outside_memory)
+    # both from an empty card: where weights would lie in the other kind of segments is not known
+    this = replace(home, occupied=None)
+    other = replace(this, allocator=replace(home.allocator, expandable_segments=not expandable))
+    reserved = reserved_bytes(schedule, replace(outside_memory, home=this))
     reserved_by_other = reserved_bytes(schedule, replace(outside_memory, home=other))
     if reserved_by_other > (1 - WORTH_SAYING) * reserved:
         return

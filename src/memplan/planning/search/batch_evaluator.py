@@ -121,7 +121,9 @@ class Evaluator:
 
         The moves from a state are evaluated for one budget after the other, so the latest results are kept.
         """
-        key = hashlib.blake2b(columns.tobytes()).digest()
+        digest = hashlib.blake2b(columns.tobytes())
+        digest.update(repr(columns.shape).encode())  # without decisions to make, all columns are of no bytes
+        key = digest.digest()
         found = self._latest.pop(key, None)
         if found is None:
             found = Batch(self.flat, columns).run() if self.flat.supports_batches else _by_schedules(self, columns)

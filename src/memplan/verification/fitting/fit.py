@@ -169,15 +169,15 @@ def _error_without_plan(request: Request, error: RecordingError) -> Exception | 
     """Return the exception that stopped a trace if the step raises it without memplan, too, such as a loss for targets
     of another shape; None if the step runs, or fails for another reason.
 
-    The step runs forward once, without grad, on copies of inputs and buffers.
+    The step runs forward once on copies of inputs and buffers.
     """
     cause = error.__cause__
     if not isinstance(cause, Exception) or isinstance(cause, MemplanError):
         return None
-    copy = ModuleCopy(request.step, shared=True)
-    args, kwargs = request.call.rebuild(copy_tensors(request.call.tensors))
     try:
-        with isolated(request.step), request.under_autocast(), copy.in_place(), torch.no_grad():
+        copy = ModuleCopy(request.step, shared=True)
+        args, kwargs = request.call.rebuild(copy_tensors(request.call.tensors))
+        with isolated(request.step), request.under_autocast(), copy.in_place(), torch.enable_grad():
             request.step(*args, **kwargs)
     except Exception as own:
         if type(own) is type(cause) and str(own) == str(cause):

@@ -12,8 +12,10 @@ from memplan.errors import BudgetError, CompileError, RecordingError, ScheduleEr
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.replaced_calls import GroupGone
+from memplan.planning.capture.side_effects import is_fake
 from memplan.planning.capture.symbolic_shapes import Shapes
 from memplan.planning.cost.optimizer_memory import memory_outside_graph
+from memplan.planning.graph.placement import as_occupied
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.inductor.candidate_search import lower_and_predict
 from memplan.planning.inductor.partition import Fused
@@ -132,7 +134,10 @@ class Plans:
         settings, gradients = self._settings, self._settings.gradients.with_accumulation(accumulate)
         # With a plan of the user's, later plans compute in its precision.
         precision = settings.precision if settings.plan is None else settings.fixed_precision
-        settings = replace(settings, gradients=gradients, plan=None, precision=precision)
+        home = settings.home
+        if not is_fake(self._module):  # since the first plan, other tensors came and went
+            home = as_occupied(home, self._module)
+        settings = replace(settings, gradients=gradients, plan=None, precision=precision, home=home)
         planned = self._planner.planned(call, settings, self._budget, captured=captured)
         self.plans.append(planned)
         if len(self.plans) > _MAX_PLANS:
