@@ -72,7 +72,7 @@ class Segment:
     derivative_seconds: tuple[float, ...]
     """Seconds of the derivative of each op."""
     weight_bytes: int
-    """Bytes of the weights that it reads, whose gradients are computed with it."""
+    """Bytes of the sums of the gradients of the weights that it reads."""
     overwritten_bytes: int
     """Bytes of a result's gradient over which the derivative writes the gradient of an operand; 0 if it does not."""
 
@@ -282,7 +282,9 @@ class Segments:
             inner_bytes=sum(values[v].bytes for op in ops for v in op.makes if v not in results),
             ops=ops, repeated_count=len(earlier),
             derivative_seconds=tuple(self._derivative_seconds.get(op.index, 0.0) for op in ops),
-            weight_bytes=sum(program.likes[v].bytes for v in program.static_inputs - program.inputs_without_gradient),
+            weight_bytes=sum(
+                tiled.gradient_sum_bytes(value) for value in program.static_inputs - program.inputs_without_gradient
+            ),
             overwritten_bytes=self._overwritten(tiled, inside),
         )  # fmt: skip
 

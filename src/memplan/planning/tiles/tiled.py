@@ -512,7 +512,7 @@ class Tiled:
         """
         # before all passes, so that what these take is the same with and without ``into``
         input_gradients = [
-            torch.zeros_like(tensor, dtype=self._sum_dtype(value, tensor)) if needs else None
+            torch.zeros_like(tensor, dtype=self._sum_dtype(value)) if needs else None
             for value, tensor, needs in zip(self.program.inputs, tensors, needed, strict=True)
         ]
         overwriting_position = None if into is None else needed.index(True)
@@ -533,19 +533,24 @@ class Tiled:
             for gradient, tensor in zip(input_gradients, tensors, strict=True)
         ]
 
-    def _sum_dtype(self, value: int, tensor: Tensor) -> torch.dtype:
+    def gradient_sum_bytes(self, value: int) -> int:
+        """Return the bytes of the sum over the pieces of the gradient of input ``value``."""
+        return math.prod(self.program.likes[value].shape) * self._sum_dtype(value).itemsize
+
+    def _sum_dtype(self, value: int) -> torch.dtype:
         """Return the dtype in which the gradients of the pieces are added up to that of input ``value``.
 
         A bias' gradient is often a small rest of large terms: rounded to float32 after each piece, it was five times as
         far from float64 as eager mode's. In half precision, so is that of a weight. One dimension takes few bytes.
         The gradients of `summed_factors` are added up by their product itself, which has one dtype.
         """
-        if value in self.placements or not tensor.dtype.is_floating_point:
-            return tensor.dtype
-        if tensor.dim() <= 1:
+        like = self.program.likes[value]
+        if value in self.placements or not like.dtype.is_floating_point:
+            return like.dtype
+        if len(like.shape) <= 1:
             return torch.float64
-        is_half = tensor.dtype.itemsize < torch.float32.itemsize
-        return torch.float32 if is_half and value not in self.summed_factors else tensor.dtype
+        is_half = like.dtype.itemsize < torch.float32.itemsize
+        return torch.float32 if is_half and value not in self.summed_factors else like.dtype
 
     @cached_property
     def summed_factors(self) -> frozenset[int]:
