@@ -76,7 +76,7 @@ def with_encodings_of(graph: JointGraph, situation: Situation, levers: Iterable[
             if not overwritten.isdisjoint(form.fetch_operands):
                 continue  # the forward pass overwrites what decoding would read
             encoded_id = len(values)
-            assert not form.fetch_operands or graph.maker[form.value].makes == (form.value,), "see SavedForm.also_reads"
+            assert not form.fetch_operands or graph.maker[form.value].makes == (form.value,), "see `fetch_operands`"
             assert not (form.fetch_operands and form.is_copied), "a copy reads nothing else"
             values.append(replace(encoded, id=encoded_id, base=encoded_id))
             forms.append(replace(form, encoded=encoded_id))
