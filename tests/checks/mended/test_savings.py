@@ -23,3 +23,13 @@ def test_expected_workspaces_count_with_their_expected_bytes() -> None:
     assert peak_of(trace) == 53 * MIB
     assert saving(trace, {0: None}) == 3 * MIB
     assert saving(trace, {2: None}) == 10 * MIB
+
+
+def test_an_expected_workspace_can_have_the_last_number() -> None:
+    """Without the tensor before it, no storage has the workspace's number any more."""
+    storages = storage(0, 3 * MIB, 1, 9), storage(1, 40 * MIB, 2, 3, "workspace")
+    trace = Trace(
+        origin="recorded", device="a100-80gb", torch="2.13", ops=(), storages=storages, layers=(), steps=(0,), end=10,
+        expected=(ExpectedSize(1, 0, 90 * MIB),),
+    )  # fmt: skip
+    assert saving(trace, {0: None}) == 3 * MIB
