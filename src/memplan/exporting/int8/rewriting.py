@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from memplan.exporting.int8 import int8_ops as ops
+from memplan.exporting.int8.arithmetic import Affine
 from memplan.exporting.int8.frozen_part import FrozenPart
 from memplan.exporting.int8.int8_ops import Stage
 from memplan.exporting.int8.integer_layers import IntegerLayer, channels_read
@@ -199,10 +200,11 @@ class _Rewriting(Rebuild):
 
     # -- values
 
-    def _read(self, op: GraphOp, value: int, type: Any) -> Ref:
+    def _read(self, op: GraphOp, value: int, type: Affine | None) -> Ref:
         """Return the integers of a value; those of an input in float32 are computed where they are first read."""
         if value not in self.integers:
             assert value in self.part.float_inputs, "layers are in order"
+            assert type is not None, "only bytes have no type, and convolutions alone read them"
             result = self._result(op, value)
             self._call(op, ops.QUANTIZE, (Ref(value), float(type.reciprocal), type.zero_point), (result,))
             self.integers[value] = Ref(result)
