@@ -45,8 +45,9 @@ class _ActivationCopies:
 
     def __init__(self, trace: Trace, forms: Mapping[int, Form]) -> None:
         self._trace, self._forms = trace, forms
+        """By forward op of any step: its call in the first step, whose index there is ``Form.op``."""
         self._reads_view = _ops_on_views(trace)
-        """Indices of the ops that read a view."""
+        """Indices of the first step's ops that read a view."""
         kernels = (op for op in trace.ops if base_name(op.name) not in (*_VIEWS, "_unsafe_view"))
         self._readers = readers_of(op for op in kernels if op.phase == "forward")
         """By storage: the forward ops, other than views, that read it."""
@@ -78,12 +79,13 @@ class _ActivationCopies:
         return Copies("in place", tuple(inputs), changed, tuple(added))
 
     def _view_gradients(self, op: Op, storage: Storage) -> list[Storage]:
-        """Return what the backward pass allocates besides if an activation runs in place on a view (such as the result
-        of an instance norm); [] for other inputs.
+        """Return what the backward pass allocates in addition if an activation runs in place on a view (such as the
+        result of an instance norm); [] if its input is no view.
 
         That is a gradient of the view's base, and a copy of the view's part of it (CopySlices, torch/csrc/autograd).
         """
-        if self._forms[op.index].op not in self._reads_view:
+        op_of_first_step = self._forms[op.index].op
+        if op_of_first_step not in self._reads_view:
             return []
         gradient = next((other for other in self._trace.ops if other.gradient_of == op.index), None)
         return [] if gradient is None else [replace(storage, born=gradient.start + 1, died=gradient.end + 1)] * 2

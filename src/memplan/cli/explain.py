@@ -90,7 +90,9 @@ def command(
     outputs: Outputs, **values: Any,
 ) -> int:  # fmt: skip
     """Explain a step, print the explanation, and return the exit code: 1 if it does not fit its card, 2 if a branch was
-    assumed. ``values`` are the options of the step, its rank and a recipe; the others are as `HELP` describes them."""
+    assumed. A step on all cards, on all ranks, with quantized weights or with drawn lengths is explained and printed by
+    a module of its own. ``values`` are the options of the step, its rank and a recipe; the others are as `HELP`
+    describes them."""
     recipe = take_recipe(values)
     if values["target"] is None:
         raise InputError("no TARGET", expected=f"one: {FORM}; or --model llama-3.1-8b, say", do="Name one")
@@ -100,7 +102,8 @@ def command(
     from memplan.reports.terminal import show
 
     room = read_host(host, measured=really)
-    if room is not None and (lengths is not None or weights is not None or activations is not None):
+    quantizes = weights is not None or activations is not None
+    if room is not None and (lengths is not None or quantizes):
         raise InputError(
             "--host with --lengths, --weights or --activations", expected="one of them", do="Leave out --host"
         )
@@ -113,17 +116,18 @@ def command(
             "--perfetto": outputs.perfetto,
         }  # fmt: skip
         title = arguments.target if recipe is None else recipe.title
+        # `describe` imports the target, so it comes after the check of the surplus
         return show_on_cards(arguments, describe, title, outputs.results, surplus)
     if values["rank"] == "all":
         from memplan.cli.roles import check, explain_roles
 
-        if lengths is not None or weights is not None or activations is not None:
+        if lengths is not None or quantizes:
             raise InputError(
                 "--rank all with --lengths or --weights", expected="one of them", do="Leave out --rank all"
             )
         check(arguments.world, really, outputs)
         return explain_roles(arguments, room, outputs, top)
-    if weights is not None or activations is not None:
+    if quantizes:
         from memplan.cli.quantize import quantize
 
         return quantize(arguments, weights, activations, outputs, top)
@@ -135,7 +139,8 @@ def command(
     if saved is not None:
         outputs.results.write_and_show(saved.to_json, lambda: report(saved, top))
         return warn_of_branches(saved) or int(does_not_fit(saved))
-    # recording a model of billions of parameters at two more batches takes twice as long as the answer
+    # A recipe's model has billions of parameters: recordings with larger batches, for how the peak grows with the
+    # batch, would take twice as long as the answer.
     trace, explanation = _explain(arguments, really, room, scales=recipe is None)
     if recipe is not None:
         explanation = replace(explanation, title=recipe.title, source=recipe.script)
@@ -181,8 +186,8 @@ _FILES = "what memplan explain --trace or --json wrote"
 
 
 def _explain(arguments: StepArguments, really: bool, host: int | None, scales: bool) -> tuple[Trace, Explanation]:
-    """Record the target's step, run it, or load its trace, and explain it. With ``scales`` it is recorded with larger
-    batches as well, for how it grows."""
+    """Record the target's step, run it (``really``), or load its trace, and explain it. With ``scales`` it is recorded
+    with larger batches as well, for how the peak grows with the batch."""
     if is_trace(arguments.target):
         return _explain_file(arguments, really, host)
     task = f"{'running' if really else 'recording'} {arguments.target}"

@@ -48,6 +48,8 @@ def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, 
             do="Leave out --world and --rank",
         )  # fmt: skip
     world = arguments.world or 1
+    trains = None if arguments.train else False  # None: if the step has backward ops
+    # `contained`: a sys.exit in the target's code ends in a StepError
     with line(f"recording {arguments.target}") as progress, contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
         target = replace(arguments, rank=0).recorded_for()
@@ -55,7 +57,7 @@ def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, 
         roles = find_roles(
             lambda rank: record_for(build, replace(target, rank=rank)),
             lambda trace, title: explain_trace(
-                trace, title=title, train=None if arguments.train else False, card=target.card,
+                trace, title=title, train=trains, card=target.card,
                 settings=arguments.settings, host=room,
             ),
             world, title=arguments.target, progress=progress,

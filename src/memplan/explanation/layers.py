@@ -156,7 +156,7 @@ def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
 
 
 Keeper = list[Sharer]
-"""The sharers of a storage that are the same op, in different roles."""
+"""An op that saves a storage: its sharers of the storage, one for each role in which it saves it."""
 
 
 def keepers_of(storage: Storage) -> list[Keeper]:
@@ -173,9 +173,11 @@ def _saved_row(
     """Return the row of a storage and an op that saves it.
 
     Args:
-        keeper: the sharers that are the row's op, one for each of its roles.
+        keeper: the op.
+        keepers: all ops that save the storage.
         producer: name of the op whose result the storage is; "" if it is among the keepers.
-        counted: whether the storage counts for this row.
+        counted: whether the storage counts for this row: it does for the first of the keepers.
+        is_mask: whether the storage is the random mask of a dropout, which the op multiplies by.
     """
     op = trace.ops[keeper[0].op]
     needs, needed_for = gradients_needing(trace, keeper)

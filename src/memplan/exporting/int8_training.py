@@ -41,7 +41,7 @@ class Int8Weight(Printed):
     rounding: float
     """Norm of what rounding to eight bits changed before the first step, relative to that of the weight."""
     step: float
-    """Mean magnitude of an update, in steps of the integers."""
+    """Mean of how far an update moves an element, in steps of the integers: 1 is from an integer to the next."""
     at_bound: float
     """Share of elements that are -127 or 127 after the last step: they cannot grow."""
 
@@ -219,8 +219,8 @@ class Int8Updates:
 
 
 def report(
-    memory: Memory, before: Mapping[str, torch.Tensor], after: Mapping[str, np.ndarray], sums: Mapping[str, float],
-    losses: Any, int8_losses: Any,
+    memory: Memory, before: Mapping[str, torch.Tensor], after: Mapping[str, np.ndarray],
+    mean_update_sums: Mapping[str, float], losses: Any, int8_losses: Any,
 ) -> Int8Trained:  # fmt: skip
     """Return what training in eight bits did over the recorded steps.
 
@@ -228,7 +228,7 @@ def report(
         memory: of the export.
         before: elements in float32 before they were rounded, by name.
         after: elements after the last step.
-        sums: of `Int8Updates`.
+        mean_update_sums: by name, as of `Int8Updates`.
         losses: of the steps in float32.
         int8_losses: of the steps in eight bits.
     """
@@ -238,6 +238,6 @@ def report(
         scales = rounded.scales.astype(np.float64).reshape(-1, *[1] * (len(tensor.shape) - 1))
         error = float(np.linalg.norm(rounded.floats - real) / np.linalg.norm(real))
         at_bound = float((np.abs(np.rint(after[tensor.path] / scales)) == LARGEST_INT8).mean())
-        mean_update = sums[tensor.path] / steps
+        mean_update = mean_update_sums[tensor.path] / steps
         weights.append(Int8Weight(tensor.path, tensor.size, rounding=error, step=mean_update, at_bound=at_bound))
     return Int8Trained(tuple(weights), steps, float(np.mean(losses)), float(np.mean(int8_losses)))

@@ -119,11 +119,12 @@ def operations_of(graph: JointGraph, op: GraphOp) -> int:
 
 
 def with_bits(graph: JointGraph) -> JointGraph:
-    """Offer to save values as bits, such as the signs that a ReLU's gradient reads; the kernels need no workspace."""
+    """Offer to save values as bits: those of every plan, such as the signs that a ReLU's gradient reads (`Encode`), and
+    those of activations with two bounds (`InsideBits`), for which only the device has kernels."""
     encoded = with_encodings_of(graph, Situation(), [Encode(), InsideBits()])
-    bits = [
-        form for form in encoded.forms if not form.can_restore_value
-    ]  # the device has no kernels that decode a whole value
+    # the device has no kernels that decode a whole value
+    bits = [form for form in encoded.forms if not form.can_restore_value]
+    # The levers' figures are of torch's kernels: those of the device need no workspace, and other seconds.
     no_workspace = {"store_scratch": 0, "fetch_scratch": 0, "direct_reader_scratch": 0}
     forms = (
         replace(form, store_seconds=estimated_seconds(graph.values[form.value].bytes), **no_workspace) for form in bits

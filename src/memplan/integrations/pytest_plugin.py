@@ -95,7 +95,11 @@ def _check(item: pytest.Function, test: Callable[[], Any], arguments: Mapping[st
 
 
 def _assert_limits(title: str, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-    """Record the test without allocating anything, and check its step's peak by the mark's ``arguments``."""
+    """Record the test without allocating anything, and check its step's peak by the mark's ``arguments``.
+
+    What the test returns is known only once it ran, within the recording. If that cannot go on with the result, it is
+    left by `_ReturnedTrace` or `_ReturnsModule`, and the result is checked in its own way.
+    """
     from memplan.studies.guarding.assert_peak import assert_peak
 
     limits = {"at_most": arguments.get("peak"), "reserved": arguments.get("reserved")}
@@ -110,11 +114,16 @@ def _assert_limits(title: str, test: Callable[[], Any], arguments: Mapping[str, 
         settings = {name: value for name, value in arguments.items() if name == "settings"}
         assert_peak(returned.trace, **limits, **settings)
     except _ReturnsModule:
-        assert_peak(_named(lambda: test()(), title), *inputs, **limits, **options)
+
+        def create() -> Any:
+            """Run the test, and call what it returned, which creates the module or the step."""
+            return test()()
+
+        assert_peak(_named(create, title), *inputs, **limits, **options)
 
 
 class _ReturnedTrace(BaseException):
-    """Leaves the recording with the Trace that the test returned, which needs none."""
+    """Leaves the recording with the Trace that the test returned, which needs none. `_build` raises it."""
 
     def __init__(self, trace: Any) -> None:
         super().__init__()
@@ -122,7 +131,8 @@ class _ReturnedTrace(BaseException):
 
 
 class _ReturnsModule(BaseException):
-    """Leaves the recording: the test returned a callable that is no step, but creates a module or a step."""
+    """Leaves the recording: the test returned a callable that is no step, but creates a module or a step. The step that
+    `_build` returns raises it in its first call."""
 
 
 def _build(test: Callable[[], Any], expects_module: bool) -> Any:

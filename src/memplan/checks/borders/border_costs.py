@@ -43,9 +43,14 @@ def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence
 
     The model is padded and its step recorded. If there is no model, or it does not run with padding, the ops of the
     trace are replayed with padding, which gives the same bytes, but no plan.
+
+    Args:
+        output: loses the border; mirror-padding the input, so that this output covers it whole, is the alternative.
+        followed: receptive fields of the step's tensors.
+        layers: their names.
     """
     recorder = subject.recorder
-    if recorder is None:
+    if recorder is None:  # no model that a mirror-padded input could be recorded with
         return _costs_by_replay(subject.trace, layers, failure=None)
     cost = _costs_by_recording(subject.trace, recorder, layers)
     if isinstance(cost, NotRecorded):

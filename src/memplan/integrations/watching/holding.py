@@ -63,6 +63,7 @@ class _Link:
 
 
 _Chain = tuple[_Link, ...]
+"""From the reference to the tensor itself up to the referrer that may be the owner."""
 
 NOBODY = Owner("no Python object: autograd's graph, or something else in C++")
 
@@ -144,7 +145,8 @@ class Owners:
             module = self._globals[id(referrer)]
             if not _is_of_user(module):
                 return None
-            return self._owner_with_line(f"{_type_text(referent)} `{key}`, a global", chain[:-2], module, str(key))
+            inner = chain[:-2]  # without the module's dict and the global itself, which the text names
+            return self._owner_with_line(f"{_type_text(referent)} `{key}`, a global", inner, module, str(key))
         if id(referrer) in self._local_containers and isinstance(referrer, _CONTAINERS):
             name, code = self._local_containers[id(referrer)]
             return self._owner_with_line(f"{_type_text(referrer)} `{name}` of {code.co_name}", chain[:-1], code, name)
@@ -154,6 +156,8 @@ class Owners:
             return None
         if isinstance(referrer, type):
             return self._class_attribute(referrer, chain)
+        # ``inner`` are the links below the attribute's value: without the instance, the value and, if the instance
+        # refers to it through its ``__dict__``, that dict
         name, inner = _attribute(referrer, referent), chain[:-2]
         if name is None and chain[:-1] and _own_dict(referrer) is referent:
             name, inner = str(chain[-2].key), chain[:-3]
@@ -170,6 +174,7 @@ class Owners:
         if name is None or not _is_of_user(sys.modules.get(kind.__module__)):
             return None
         text = f"the attribute `{name}` of the class {kind.__name__}"
+        # the last links are those to the class, its dict and the attribute's own value: the text names them
         return self._owner_with_line(text, chain[:-3], kind, rf"\w+\.{name}")
 
     def _closure(self, function: types.FunctionType, chain: _Chain) -> Owner:

@@ -96,17 +96,18 @@ class Guards:
 
 @contextmanager
 def _intercepting_flag_reads(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> Iterator[None]:
-    """Call ``answer(flag, read)`` for each read of a boolean scalar in this thread. The model gets its result; the real
-    value is ``read()``. The methods are patched, since a mode does not see the reads of torch's own functions."""
+    """Within this context, each read of a boolean scalar in this thread returns ``answer(flag, read)``; ``read()``
+    returns the real value. Methods of Tensor are patched: a mode does not see the reads of torch's own functions."""
     in_read = False
 
-    def read_by(method: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    def intercepting(method: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
         """Return the replacement of a method of Tensor that reads a scalar."""
 
         def read(tensor: torch.Tensor) -> Any:
             """Read a scalar; a flag by ``answer``, which may read it by the original method."""
             nonlocal in_read
-            if in_read or tensor.dtype != torch.bool:  # a traced tensor reads the tensor that it wraps
+            # in_read: a read within a read, as a traced tensor reads the tensor that it wraps
+            if in_read or tensor.dtype != torch.bool:
                 return method(tensor)
             in_read = True
             try:
@@ -116,8 +117,8 @@ def _intercepting_flag_reads(answer: Callable[[torch.Tensor, Callable[[], bool]]
 
         return _torch.only_in_this_thread(read, method)
 
-    reads = {name: read_by(getattr(torch.Tensor, name)) for name in ("__bool__", "item")}
-    with _torch.patched(torch.Tensor, **reads):
+    replacements = {name: intercepting(getattr(torch.Tensor, name)) for name in ("__bool__", "item")}
+    with _torch.patched(torch.Tensor, **replacements):
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -40,7 +40,7 @@ class Update:
     peak_bytes: int
     """Peak bytes that an update allocates in addition to parameters, gradients and state."""
     packed_half_bytes: int = 0
-    """Bytes of the state that are low halves of master weights."""
+    """Bytes of the state that are low halves of master weights, of which the parameters are the high halves."""
     moments_fit_8_bits: bool = False
     """Whether there is a counterpart of the optimizer with moments in 8 bits."""
 
@@ -50,6 +50,7 @@ def memory_outside_graph(
     home: Home | None = None, loss_bytes_ratio: Fraction = _NOTHING, tensors: Mapping[int, torch.Tensor] | None = None,
 ) -> OutsideMemory:  # fmt: skip
     """Return the memory that a plan cannot change: optimizer state, accumulated gradients, workspaces of libraries.
+    The fields of `OutsideMemory` say what each number counts.
 
     Args:
         model: the model of the graph. Parameters that require a gradient but get none in this graph may get one in
@@ -59,8 +60,10 @@ def memory_outside_graph(
         gradients: whether parameters are updated in the backward pass, and whether accumulated gradients exist when the
             step begins.
         home: device of the step; None: the CPU.
-        loss_bytes_ratio: temporary bytes of a loss outside of the graph, for each byte of the tangents.
-        tensors: inputs of the step and constants of its graph, by value; None: they are not there yet.
+        loss_bytes_ratio: temporary bytes of a loss outside of the graph, for each byte of the tangents, which are the
+            gradients of the model's outputs; 0 if the graph has the loss.
+        tensors: inputs of the step and constants of its graph, by value, for their addresses on a card; None: they are
+            not there yet.
     """
     home = home or Home()
     addresses = _addresses(graph, model, tensors or {}, home)
@@ -74,17 +77,17 @@ def memory_outside_graph(
     workspace_by_op = library_workspaces(graph, home)
     if workspace_by_op:
         other_bytes["workspace"] = sum(workspace_by_op.values())
+    without_update = OutsideMemory(
+        other_bytes=other_bytes, workspace_by_op=workspace_by_op, loss_bytes=loss_bytes, home=home, addresses=addresses,
+    )  # fmt: skip
     if optimizer is None:
-        return OutsideMemory(
-            other_bytes=other_bytes, workspace_by_op=workspace_by_op, loss_bytes=loss_bytes, home=home,
-            addresses=addresses,
-        )  # fmt: skip
+        return without_update
     parameters = [value for value in trained if value.kind == "parameter"]  # the others are inputs
     layouts: list[_TensorLayout] = [(value.shape, value.stride, value.dtype) for value in parameters]
     update = update_of(optimizer, layouts, home)
     idle_layouts = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
     update_with_idle = update_of(optimizer, [*layouts, *idle_layouts], home) if idle_parameters else update
-    other_bytes["optimizer_state"] = update_with_idle.state_bytes - update.state_bytes
+    idle_state_bytes = update_with_idle.state_bytes - update.state_bytes
     moment_bytes_saved = 0
     if isinstance(optimizer, EightBitMoments):
         moment_bytes_saved = update_of(optimizer.exact, layouts, home).state_bytes - update.state_bytes
@@ -93,13 +96,13 @@ def memory_outside_graph(
         update_by_layout = {layout: update_of(optimizer, [layout], home) for layout in dict.fromkeys(layouts)}
         pairs = zip(parameters, layouts, strict=True)
         update_bytes = {value.id: update_by_layout[layout].peak_bytes for value, layout in pairs}
-    return OutsideMemory(
+    return replace(
+        without_update, other_bytes={**other_bytes, "optimizer_state": idle_state_bytes},
         state_bytes=update.state_bytes, packed_half_bytes=update.packed_half_bytes,
         moment_bytes_saved=moment_bytes_saved, moments_fit_8_bits=update.moments_fit_8_bits,
         # idle parameters are updated only if they have gradients of other micro-batches
         update_bytes=(update_with_idle if gradients.accumulates else update).peak_bytes,
-        update_by_parameter=update_bytes, other_bytes=other_bytes, workspace_by_op=workspace_by_op,
-        loss_bytes=loss_bytes, home=home, addresses=addresses,
+        update_by_parameter=update_bytes,
     )  # fmt: skip
 
 

@@ -55,17 +55,22 @@ def fusion_of(fused: Fused, codes: Mapping[str, inductor.Code], device: Device |
         if kernels is None:
             return None
         called += [(part, kernel) for kernel in kernels]
-    bytes_before = bytes_by_action(fused.schedule)
+    bytes_before = bytes_by_action(fused.schedule)  # an entry for each kernel
     groups = _Grouping(fused, rates_of(device) if device else CPU).groups(called)
     return Fusion(
-        HOST if device is None else device.name, len(bytes_before), len(groups), sum(bytes_before.values()),
-        sum(group.bytes for group in groups), groups,
-    )  # fmt: skip
+        device=HOST if device is None else device.name,
+        kernels_before=len(bytes_before),
+        kernels_after=len(groups),
+        bytes_before=sum(bytes_before.values()),
+        bytes_after=sum(group.bytes for group in groups),
+        groups=groups,
+    )
 
 
 def bytes_by_action(schedule: Schedule) -> dict[int, int]:
-    """Return the bytes that each action of the engine ``graph`` reads and writes, by the action's index in the forward
-    and backward actions, concatenated. Actions without a kernel are missing."""
+    """Return the bytes that each action of a schedule reads and writes when the engine ``graph`` runs it: an op, an
+    encoding, a decoding or a copy. Keys are indices in the forward and backward actions, concatenated. Actions without
+    a kernel are missing."""
     graph = schedule.graph
     sizes = dict[int, int]()
     for index, action in enumerate((*schedule.forward, *schedule.backward)):

@@ -72,15 +72,17 @@ def _pack(bits: Tensor, piece: Tensor, kind: str) -> None:
 
 
 def _pack_by_torch(bits: Tensor, piece: Tensor, kind: str) -> None:
-    """Like `_pack`, by torch's ops, with a single buffer: a byte for each flag."""
+    """Like `_pack`, by torch's ops, with a single buffer: a byte for each flag, which is that of `_FLAGS`."""
     flags, elements = piece.new_empty(8 * bits.numel(), dtype=torch.bool), piece.numel()
     flags[elements:] = False
     if kind == "bits":
         flags[:elements].copy_(piece)
     elif kind == "sign":
         torch.le(piece, 0, out=flags[:elements]).logical_not_()
-    else:
+    elif kind == "positive":
         torch.gt(piece, 0, out=flags[:elements])
+    else:
+        raise KeyError(kind)
     words = flags.view(torch.int64)
     bits.copy_(words.mul_(_TO_BITS).bitwise_right_shift_(56))  # the highest byte has the eight flags
 
@@ -103,6 +105,8 @@ _FLAGS: dict[str, Callable[[Tensor], Tensor]] = {
     "sign": lambda piece: piece.le(0).logical_not_(),
     "positive": lambda piece: piece.gt(0),
 }
+"""By kind of flags. ``sign`` and ``positive`` differ for NaN only, as the gradients that read them do: ReLU's passes
+the gradient on where its result is not <= 0, leaky ReLU's where its input is > 0."""
 
 
 @define(

@@ -559,13 +559,16 @@ class Tiled:
         return frozenset(factor.weight for factor in factors if factor is not None)
 
     def overwritable_gradient(self, needed: Sequence[bool]) -> int | None:
-        """Return the position of a result whose gradient the first gradient of an input can overwrite; None if there is
-        none.
+        """Return the position of a result whose gradient can be overwritten by that of the first input which needs a
+        gradient; None if there is none.
 
-        Each piece of samples reads and writes the same part of both. ``needed``: whether each input needs a gradient.
+        Input and result must have the same layout, with the samples in the same place: then a piece writes only the
+        part of the gradient that no later piece reads. Pieces of tokens or of space can read parts of their neighbours.
+        ``needed``: whether each input needs a gradient.
         """
         value, likes = self.program.inputs[needed.index(True)], self.program.likes
-        if self.axis.dim or value not in self.placements:
+        is_by_samples = self.axis.dim == 0
+        if not is_by_samples or value not in self.placements:
             return None
         for position, output in enumerate(self.program.outputs):
             if likes[output] == likes[value] and self.placements[output] == self.placements[value]:

@@ -84,7 +84,8 @@ def last_fitting(
         limit: bytes.
         start: the first position to record; if it fails, the powers of two around it follow.
         most: the last position to consider, and the answer if it fits.
-        fits: whether a step fits; then guesses come from whole extrapolated steps (see `extrapolate_storages`).
+        fits: whether an extrapolated step fits; with it, guesses come from steps whose storages are extrapolated (see
+            `extrapolate_storages`), else from extrapolated bytes.
     """
     search = _Search(probe, measure, limit, most, fits)
     for first in _first_positions(min(start, most), most):

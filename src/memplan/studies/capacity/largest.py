@@ -260,7 +260,8 @@ def find_largest(
     title: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Largest:
-    """Search as `largest` does, and return all recordings; ``value`` is 0 if nothing fits."""
+    """Search for the largest value of the axis ``name`` that fits ``room``, and return all recordings; ``value`` is 0
+    if nothing fits. The other arguments are those of `largest`."""
     axis = _axis_with_aspect(subject, name, divisible, aspect)
     subject = without_data(subject)
     start = _current_value(subject, axis, divisible)
@@ -279,13 +280,23 @@ def find_largest(
         return Tried(value, room.fits(outcome.bytes), room.need(outcome.bytes), outcome.bytes), outcome.trace
 
     recorder = _Recorder(record, axis, divisible)
-    begin, fits = max(1, start // divisible), lambda trace: room.holds(trace, allocator)
+    begin = max(1, start // divisible)
+
+    def guess_fits(trace: Trace) -> bool:
+        """Return whether a step that was extrapolated from recordings fits. It only guides the choice of the next value
+        to record; whether a recorded step fits, `record` says."""
+        return room.holds(trace, allocator)
+
     try:
-        result = last_fitting(recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), fits)
+        result = last_fitting(
+            recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), guess_fits
+        )
     except NoSuchRow as error:  # of position embeddings: search again up to their number
         most = error.rows
         notes[f"the model has a table of {most} positions: it takes no more"] = None
-        result = last_fitting(recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), fits)
+        result = last_fitting(
+            recorder, recorder.measure, room.limit, begin, _last_position(most, divisible), guess_fits
+        )
     unplanned = _search_outcome(result, recorder, title or subject.title, room, most, tuple(notes))
     return replace(unplanned, planned=_find_planned(unplanned, subject, axis, progress)) if fit else unplanned
 

@@ -299,10 +299,11 @@ def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossi
 
 
 def _value_of_measure(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
-    """Return the value with this measure; None if values of the axis are not single numbers."""
+    """Return the value of an axis at a measure, which is the number that bytes grow with: of a size all pixels or
+    voxels, of other axes the value itself. None if values of the axis are not single numbers."""
     if not all(isinstance(value, (int, float)) for value in values) or (isinstance(axis, Size) and axis.aspect):
         return None
-    return measure ** (1 / axis.dims) if isinstance(axis, Size) else measure
+    return measure ** (1 / axis.dims) if isinstance(axis, Size) else measure  # a size is equal in all dimensions
 
 
 _COUNTED_UNITS = ("sample", "position", "pixel", "voxel", "token")

@@ -201,8 +201,9 @@ class Plans:
         return self._if_within_budget(captured, fewest.choices, outside)
 
     def _if_within_budget(self, captured: Captured, choices: Choices, outside: OutsideMemory) -> Reused | None:
-        """Return the plan of a call by these choices; None if it exceeds the budget, as tensors of other sizes can have
-        other aliases."""
+        """Return the plan of a call by these choices; None if it exceeds the budget. The choices are of another graph,
+        and can take more in this: for other sizes torch may have other views and backward ops; or the loss was in the
+        plan, and now is not."""
         graph, budget = captured.graph, self._budget
         candidate = schedule(graph, choices)
         try:

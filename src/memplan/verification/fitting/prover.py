@@ -317,10 +317,12 @@ class Prover:
         function: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
         optimizer: Optimizer | None = None, kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Trial:  # fmt: skip
-        """Return a trial of the step on copies of its state, as the arguments of `Trial` say."""
+        """Return a trial of the step; `Trial` copies the parameters and buffers. Arguments are as for `Trial`, and
+        ``function``, ``autocast`` and ``optimizer`` are by default those of the request."""
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=optimizer or self._settings.optimizer, autocast=autocast or self._request.autocast,
+            # the second backward pass begins with the gradients of the first, as the plan assumes
             micro_batches=2 if self._settings.gradients.accumulates else 1,
         )  # fmt: skip
         return Trial(

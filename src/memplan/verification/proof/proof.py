@@ -134,18 +134,24 @@ class Proof(Saved, Displayed):
     @property
     def failures(self) -> tuple[str, ...]:
         """Sentences that say what is wrong."""
-        failures = [
-            f"{_SUBJECTS[kind]}{difference}" for kind in KINDS for difference in getattr(self, kind).differences
-        ]
-        failures += [f"the random stream of {name} is elsewhere after the step" for name in self.random_streams]
-        if self.moments is not None and not self.moments.ok:
-            failures.append(str(self.moments))
+        failures = self._all_differences
         if not self.within_budget:
             assert self.budget is not None
             over = format_bytes(self.peak - self.budget)
             which = "measured" if self.measured else "predicted"
             failures.append(f"the {which} peak is {over} over the budget of {format_bytes(self.budget)}")
         return tuple(failures)
+
+    @property
+    def _all_differences(self) -> list[str]:
+        """Sentences that say what differs by more than the grade allows."""
+        differences = [
+            f"{_SUBJECTS[kind]}{difference}" for kind in KINDS for difference in getattr(self, kind).differences
+        ]
+        differences += [f"the random stream of {name} is elsewhere after the step" for name in self.random_streams]
+        if self.moments is not None and not self.moments.ok:
+            differences.append(str(self.moments))
+        return differences
 
     def __str__(self) -> str:
         if not self.steps:
@@ -157,9 +163,9 @@ class Proof(Saved, Displayed):
     def _verdict(self) -> str:
         """Return whether the steps are the same and what was compared; or the first four differences."""
         if not self.same:
-            wrong = [text for text in self.failures if "the budget" not in text]
-            more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-            return f"NOT the same: {'; '.join(wrong[:4])}{more}"
+            differences = self._all_differences
+            more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
+            return f"NOT the same: {'; '.join(differences[:4])}{more}"
         each = f" of {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         head = {
             "exact": "the same bit for bit",
@@ -172,7 +178,7 @@ class Proof(Saved, Displayed):
         head += ", compared with TF32 off," if self.full_float32 else ""
         head += ", with the optimizer's own moments," if self.moments is not None else ""
         compared = [_several(self.outputs.tensors, "output")]
-        if not self.early:
+        if not self.early:  # else the backward pass frees each gradient after its update
             compared.append(_several(self.gradients.tensors, "gradient"))
         if is_exact or self.early:
             compared.append(_several(self.parameters.tensors, "updated parameter"))

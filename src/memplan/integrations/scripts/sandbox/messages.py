@@ -27,7 +27,8 @@ class Change:
 
     path: str
     kind: Literal["file", "removed", "changed", "checkpoint"]
-    """``file``: written or created; ``changed``: mode, owner or times; ``checkpoint``: of tensors without values."""
+    """``file``: a file that was written, or a folder that was created; ``changed``: mode, owner or times;
+    ``checkpoint``: of tensors without values."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ class Tree:
     def changes(self, *, commits: bool = False) -> Changes:
         """Return what the script wrote, removed or changed, in the order of paths.
 
-        ``commits``: a file that `commit` would not replace counts as a checkpoint.
+        ``commits``: whether `commit` follows; then a file that it would not replace counts as a checkpoint.
         """
         changes = _ChangeList()
         for path, upper in self._layers():
@@ -306,7 +306,7 @@ class _ChangeList:
 
 
 def _collect(folder: str, upper: str, changes: _ChangeList, *, commits: bool) -> None:
-    """Add the changes in the upper layer of a folder, breadth first. ``commits`` is as for `Tree.changes`."""
+    """Add the changes in the upper layer of a folder, breadth first. ``commits``: see `Tree.changes`."""
     folders = deque([(folder, upper, False)])  # path, upper layer, whether the script created it
     while folders:
         path, upper, new = folders.popleft()
@@ -336,7 +336,7 @@ def _collect_entry(
         changes: to add to.
         folders: queue of (path, upper layer, whether the script created the folder).
         new: whether the script created the folder of this entry, so that nothing was there before.
-        commits: as for `Tree.changes`.
+        commits: whether `Tree.commit` follows (see `Tree.changes`).
     """
     status, before = _lstat(entry.path), None if new else _lstat(path)
     if status is None:  # its path exceeds the system's limit: counted, not listed
@@ -346,9 +346,9 @@ def _collect_entry(
     elif not stat.S_ISDIR(status.st_mode):
         changes.add(lambda: _file_change(path, entry.path, status, before, commits=commits))
     elif before is None or not stat.S_ISDIR(before.st_mode) or _is_opaque(entry.path):  # a folder of the script
-        if before is not None and _is_opaque(entry.path):
+        if before is not None and _is_opaque(entry.path):  # it hides a folder that the script removed
             changes.add(lambda: Change(path + "/", "removed"))
-        changes.add(lambda: Change(path + "/", "file"))
+        changes.add(lambda: Change(path + "/", "file"))  # created
         folders.append((path, entry.path, True))
     else:  # a folder that was there: in the upper layer for what is below it, or for its own metadata
         if _owner_and_mode(before) != _owner_and_mode(status) or not os.listdir(entry.path):

@@ -85,7 +85,13 @@ def _run_job(job: Job, scratch: str) -> Outcome:
 
 
 def _run_in_namespaces(job: Job, folder: str, temporary: str) -> Outcome:
-    """Run the script in namespaces with overlays; raise OSError if these cannot be set up."""
+    """Run the script in namespaces with overlays; raise OSError if these cannot be set up.
+
+    Forked processes inherit all descriptors, and a pipe can be read to its end only when every copy of its writing end
+    is closed. The supervisor closes its copies after the start. The processes in the namespaces close ``failures`` when
+    they have started the next, and ``outcome_end`` as they end. The script's process is the last: when it executes the
+    script, it loses all but ``script_socket``.
+    """
     own_socket, script_socket = (end.detach() for end in socket.socketpair())
     failure_pipe, failures = os.pipe()
     outcome_pipe, outcome_end = os.pipe()
@@ -99,7 +105,8 @@ def _run_in_namespaces(job: Job, folder: str, temporary: str) -> Outcome:
         os.close(script_socket)
         room = Room(f"{folder}/layers")
         end = _follow(process, job.seconds, room, own_socket, lambda: _changes_of_run(tree, commit=job.commit))
-        if job.commit and not end.over and end.room is None:
+        is_within_limits = not end.over and end.room is None
+        if job.commit and is_within_limits:
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # processes that the script left running
             tree.commit()
@@ -110,7 +117,7 @@ def _run_in_namespaces(job: Job, folder: str, temporary: str) -> Outcome:
     first = namespaces.start(namespaces.SandboxedProgram(folder, job.own_network, program, follow), failures)
     for descriptor in (own_socket, script_socket, failures, outcome_end):
         os.close(descriptor)
-    reason = _read_all(failure_pipe)
+    reason = _read_all(failure_pipe)  # ends as the script starts; empty if nothing failed
     if reason:
         os.waitpid(first, 0)
         raise OSError(reason.decode(errors="replace"))

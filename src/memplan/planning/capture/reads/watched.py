@@ -169,6 +169,7 @@ class Watched:
         """Watch attributes of an object, and return their values by name. ``namespace``: its ``__dict__``."""
         if _torch.VERSIONS_SEE_ATTRIBUTES:
             return self.watch_namespace(namespace, names)
+        # Python 3.13 sets attributes without a new version of the ``__dict__``: compare their values in each call
         return self._instances.add(namespace, names)
 
     def watch_dict(self, namespace: dict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -117,7 +117,7 @@ class Autocast:
             return value.to(dtype)
         weight_ref, copy = self._copies.get(id(value), (None, None))
         if weight_ref is not None and weight_ref() is value:  # else the id is that of a freed weight
-            return copy
+            return copy  # without a look at its dtype, as in torch: only autocast's own dtype is cacheable
         with torch.enable_grad():  # the cached copy may be reused where gradients are needed
             copy = value.to(dtype)
         self._copies[id(value)] = (weakref.ref(value), copy)

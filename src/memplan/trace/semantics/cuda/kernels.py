@@ -113,7 +113,10 @@ def sum_cast(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allo
 
 
 def where(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-    """Temporaries (TensorCompare.cpp, where_self_out): casts of operands to the dtype of the result."""
+    """Temporaries (TensorCompare.cpp, where_self_out): casts of operands to the dtype of the result.
+
+    Not of 0-dim operands: they can be on the CPU, and are cast there.
+    """
     cast_operands = [x for x in args[1:3] if x.dim() and x.dtype is not result.dtype]
     return nonzero(*(x.numel() * result.element_size() for x in cast_operands))
 
