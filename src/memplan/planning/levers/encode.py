@@ -345,7 +345,7 @@ def _exact(
         size = value.bytes // itemsize(value.dtype) * itemsize(dtype)
         encoded = replace(value, name=f"{value.name}_index", kind="encoded", bytes=size, dtype=dtype, op=None)
         return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "index"), encoded
-    # a comparison with 0 as bits, for the ops that need no more of the value: it cannot be decoded (whole=False)
+    # a comparison with 0 as bits, for the ops that need no more of the value: it cannot be decoded
     readers_by_codec: dict[str, list[GraphOp]] = defaultdict(list)
     for op in readers:
         codec = reads_bits(graph, op, value.id)
