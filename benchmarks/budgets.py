@@ -83,7 +83,7 @@ def rows_of(model: str) -> Iterator[Row]:
     call = call_of((*subject.inputs, *subject.targets), {})
     study = Planner(step).study(call, Settings(costs="roofline"))
     for held in (False, True):
-        settings = Settings(gradients=GradientUse(adds=held), costs="roofline")
+        settings = Settings(gradients=GradientUse(accumulates=held), costs="roofline")
         eager, floor = study.eager_peak(settings), study.search(settings).floor().peak
         budgets = {f"{tenth / 10}": eager * tenth // 10 for tenth in range(9, 0, -1) if eager * tenth // 10 >= floor}
         for name, budget in {**budgets, "floor": floor}.items():

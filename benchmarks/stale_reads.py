@@ -284,7 +284,7 @@ def _installed(model: Any) -> Any:
             captured = capture(model, call)
         except (RecordingError, UsageError) as error:  # as memplan.fit does with later calls
             raise UnkeyedError(str(error)) from error
-        return _Planned(captured, schedule(captured.graph, Choices(gradients=GradientUse(adds=held))))
+        return _Planned(captured, schedule(captured.graph, Choices(gradients=GradientUse(accumulates=held))))
 
     guards._CHECKS_BEFORE_TREE = 1  # the checks of the second call are those of a long training
     return install(model, planner)
