@@ -23,7 +23,7 @@ for _path in (ROOT, ROOT / "tests", ROOT / "src"):
 
 from tests.models.drifting_bars import bars, small_cnn  # noqa: E402
 
-from memplan.exporting.kernels.frozen_weights import LARGEST, trainable  # noqa: E402
+from memplan.exporting.kernels.frozen_weights import LARGEST_INT8, trainable  # noqa: E402
 
 HEADROOMS = (None, 1.0, 1.25, 1.5, 2.0, 3.0)
 SEEDS = range(1, 6)
@@ -78,10 +78,10 @@ def trained(model: nn.Module, seed: int, headroom: float | None, images: int, st
                     continue
                 scale, chance = scales[weight], torch.rand(weight.shape, generator=drawn)
                 moved = (weight / scale).round() + torch.floor(chance - rate * weight.grad / scale)
-                weight.copy_(scale * moved.clamp(-LARGEST, LARGEST))
+                weight.copy_(scale * moved.clamp(-LARGEST_INT8, LARGEST_INT8))
     with torch.no_grad():
         right = (model(seen(test)).argmax(1) == wanted).float().mean().item()
-        bound = [((w / s).round().abs() >= LARGEST).float().mean().item() for w, s in scales.items()]
+        bound = [((w / s).round().abs() >= LARGEST_INT8).float().mean().item() for w, s in scales.items()]
     return [right, statistics.mean(bound or [0.0])]
 
 
