@@ -206,11 +206,12 @@ class _Search:
     def _filled(self, order: Sequence[str]) -> frozenset[str]:
         """Return the longest prefix of an order that fits the budget, found by bisection, and then any other parameters
         that still fit, by gain per byte."""
+        # the longest prefix has a length from `fitting` to `end`
         fitting, end, self.plans_left = (
             0,
             len(order),
             PLANS_PER_ORDER,
-        )  # the longest prefix has a length from `fitting` to `end`
+        )
         while fitting < end:
             middle = (fitting + end + 1) // 2
             fitting, end = (middle, end) if self._fits(order[:middle]) else (fitting, middle - 1)

@@ -128,9 +128,8 @@ def load_weights(
         if tensor.name in (other.name for other in stored.tensors[:position]):
             raise InputError(f"{path} names {tensor.name:.80} twice", expected="each tensor once", do="Export again")
     weights_bytes = 4 * stored.floats
-    content = _content(
-        file, max(weights_bytes + 1, HEADER_BYTES + stored.state_bytes)
-    )  # + 1: to see that it is too long
+    # + 1: to see that it is too long
+    content = _content(file, max(weights_bytes + 1, HEADER_BYTES + stored.state_bytes))
     saved = None
     if content.startswith(MAGIC) and len(content) != weights_bytes:
         saved = _saved_state(file, content, stored)

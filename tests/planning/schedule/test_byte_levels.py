@@ -90,9 +90,8 @@ def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory
     graph = replace(graph, values=(graph.values[0], weight, *graph.values[2:]))
     made, outside_memory = schedule(graph, choices), OutsideMemory(1000, update_bytes=9, update_by_parameter={1: 70})
     found = levels(made, outside_memory)
-    level = (
-        1000 + 100 + 4 + 40 * choices.gradients.accumulates
-    )  # what stays, the loss, what is held; then the gradient itself
+    # what stays, the loss, what is held; then the gradient itself
+    level = 1000 + 100 + 4 + 40 * choices.gradients.accumulates
     copy = 0 if choices.gradients.accumulates else 40
     assert found.backward[-1] == level + 40 + copy + 70 * choices.gradients.updates_early
     assert found.update == level + (0 if choices.gradients.updates_early else copy + 9)

@@ -14,9 +14,8 @@ def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int], size: int) 
     Raises:
         ScheduleError: they do not.
     """
-    for time in sorted(
-        {buffer.first_action for buffer in buffers}
-    ):  # any two that overlap do so when the later one begins
+    # any two that overlap do so when the later one begins
+    for time in sorted({buffer.first_action for buffer in buffers}):
         live = [
             (offsets[n], offsets[n] + b.bytes, n)
             for n, b in enumerate(buffers)

@@ -83,9 +83,8 @@ class _Rewriting(Rebuild):
             self.values[result.id] = replace(result, base=self.values[floats].base, bytes=0)
             self._call(op, "aten.alias.default", (Ref(floats),), (result.id,), makes=())
             return
-        self.values[result.id] = replace(
-            result, base=result.id, bytes=result.contiguous_bytes
-        )  # it may have been a view
+        # it may have been a view
+        self.values[result.id] = replace(result, base=result.id, bytes=result.contiguous_bytes)
         self._call(
             op, ops.DEQUANTIZE, (int8_result, integers.result_type.scale, integers.result_type.zero_point), (result.id,)
         )

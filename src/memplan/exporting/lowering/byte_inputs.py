@@ -83,9 +83,8 @@ def _scaled_or_shifted(low: Lowering, op: GraphOp) -> Affine | None:
         factor = number if name == "mul" else 1 / number
         return Affine(operand.x, operand.factor * factor, operand.addend * factor)
     shift = number * arguments.get("alpha", 1) * (1 if name == "add" else -1)
-    factor, addend = torch.broadcast_tensors(
-        operand.factor, operand.addend + shift
-    )  # a number for each channel in both
+    # a number for each channel in both
+    factor, addend = torch.broadcast_tensors(operand.factor, operand.addend + shift)
     return Affine(operand.x, factor, addend)
 
 

@@ -228,9 +228,8 @@ class Lowering(Rebuild):
         """Change a computed value of flags or integers to float32, in which kernels compute."""
         value = self.values[number]
         if value.dtype != "float32":
-            size = (
-                rounded_to_words(math.prod(value.shape) * WORD) if value.bytes else 0
-            )  # views and constants stay at 0 bytes
+            # views and constants stay at 0 bytes
+            size = rounded_to_words(math.prod(value.shape) * WORD) if value.bytes else 0
             self.change(number, dtype="float32", bytes=size)
 
     def overwritable_storages(self, number: int, *operands: Any) -> tuple[int, ...]:
@@ -280,9 +279,8 @@ class Lowering(Rebuild):
 
     def folded(self, op: GraphOp) -> bool:
         """Compute an op at export if all its operands are constants; return whether they are."""
-        if (
-            op.random or op.must_run_once or not op.outputs
-        ):  # once: it has a side effect, or another result in each step
+        # once: it has a side effect, or another result in each step
+        if op.random or op.must_run_once or not op.outputs:
             return False
         if any(value not in self.constants for value in refs((op.args, op.kwargs))):
             return False

@@ -35,9 +35,8 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
     with torch.autocast(home.type, enabled=False):
         try:
             trace = record_for(step.build, home.target, steps=1, known=kernels.with_known_workspaces)
-            if (
-                kernels.measure_unknown()
-            ):  # the code calls kernels that were not measured before: now with their workspaces
+            # the code calls kernels that were not measured before: now with their workspaces
+            if kernels.measure_unknown():
                 trace = record_for(step.build, home.target, steps=1, known=kernels.with_known_workspaces)
         except MemplanError as error:
             raise CompileError(
@@ -95,9 +94,8 @@ class _Step:
             for value in resident
         ]
         self.outside_tensors = [self._bytes(self.outside_memory.held_bytes)]
-        if (
-            self.choices.gradients.accumulates
-        ):  # the step adds to gradients of earlier micro-batches, which exist already
+        # the step adds to gradients of earlier micro-batches, which exist already
+        if self.choices.gradients.accumulates:
             trained = (self.graph.values[parameter] for parameter, _ in self.graph.gradients)
             self.outside_tensors += [
                 self._bytes(value.contiguous_bytes) for value in trained if value.kind == "parameter"

@@ -300,9 +300,8 @@ def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
     `memplan.planning.ops.int8`."""
     elements = prod(value.shape)
     codec = "int8" if is_signed else "uint8"
-    piece = min(
-        quantized_elements_per_piece(elements, value.place), elements
-    )  # elements that a kernel works on at a time
+    # elements that a kernel works on at a time
+    piece = min(quantized_elements_per_piece(elements, value.place), elements)
     is_float32 = value.dtype == "float32"
     # bytes: float32 quotients of a piece, its elements cast to float32, and 32 for each group
     piece_bytes = 4 * piece + (0 if is_float32 else 4 * piece) + 32 * (1 + piece // GROUP) + NUMBER_TENSOR_BYTES

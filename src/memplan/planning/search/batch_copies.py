@@ -159,9 +159,8 @@ class Copies:
         previous_copy_end, all_candidates = np.zeros(self.candidate_count), np.arange(self.candidate_count)
         for k, index in enumerate(self.store_order):
             op = self.flat.op_of_row[self.row_of_copy[index]]
-            value_computed = (
-                op_ends[op, all_candidates] - store_seconds[op, all_candidates]
-            )  # before encodings are stored
+            # before encodings are stored
+            value_computed = op_ends[op, all_candidates] - store_seconds[op, all_candidates]
             copy_end = np.maximum(previous_copy_end, value_computed) + self.copy_seconds[index]
             previous_copy_end = np.where(k < self.counts, copy_end, previous_copy_end)
         # A wait before the end of the pass is for a copy that is done by then: see host_copies.

@@ -128,9 +128,8 @@ class Batch(Needs):
             """By row: which candidates store another form of the value after this form."""
             for index in sorted(forms, key=lambda number: -flat.forms[number].encoded):  # the scheduler stores by id
                 form, row, used = flat.forms[index], flat.row_of_form[index], self.saves_encoding[index]
-                if not flat.is_written_into_buffer[
-                    row
-                ]:  # the value is freed after its last store, unless it is copied, too
+                # the value is freed after its last store, unless it is copied, too
+                if not flat.is_written_into_buffer[row]:
                     is_freed = freed[row] & used & ~stored_later.get(row, np.False_)
                     if self.host_copies is not None:
                         is_freed = is_freed & ~self.host_copies.uses(row)

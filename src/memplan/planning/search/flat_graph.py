@@ -150,9 +150,8 @@ class FlatGraph:
         self.slot_op_bytes[0] = self.slot_net_bytes[0] = sum(graph.values[value].bytes for value in self.tangents)
         self.slot_op_bytes[0] += self.outside_memory.loss_bytes
         held_tangents = {value for value in self.tangents if graph.values[value].kept_by_backward}
-        fixed = (
-            self.resident_values | self.output_bases | kept_by_autograd | gradients | held_tangents
-        )  # not freed by ops
+        # not freed by ops
+        fixed = self.resident_values | self.output_bases | kept_by_autograd | gradients | held_tangents
         for value, slot in last_slot.items():
             if value not in fixed and value not in self.row_of_value:
                 self.slot_net_bytes[slot] -= graph.values[value].bytes

@@ -101,9 +101,8 @@ class LocalSearch:
                     moves.append(((result, *operands), (recompute, *[not recompute] * len(operands))))
         for row, form in enumerate(flat.forms, self.recompute_decisions):
             moves += [((row,), (used,)) for used in (True, False)]
-            value_row = self.recompute_decision_of_row.get(
-                flat.row_of_value[form.value]
-            )  # None: the value cannot be recomputed
+            # None: the value cannot be recomputed
+            value_row = self.recompute_decision_of_row.get(flat.row_of_value[form.value])
             if value_row is not None and form.is_copied:
                 moves.append(((row, value_row), (False, True)))  # recompute it instead
             elif value_row is not None:

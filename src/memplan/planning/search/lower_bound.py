@@ -302,9 +302,8 @@ class Relaxation:
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward_ops) + 1, dtype=np.int64)
         for row in np.flatnonzero(unavoidable.is_read & ~unavoidable.not_recomputable & ~flat.is_output):
-            change[flat.freed_after_op[row] + 1] += flat.value_bytes[
-                row
-            ]  # saved, after `unavoidable` counts it no more
+            # saved, after `unavoidable` counts it no more
+            change[flat.freed_after_op[row] + 1] += flat.value_bytes[row]
         return sorted(_highest(unavoidable.forward_levels + np.cumsum(change)[:-1], count))
 
 

@@ -32,9 +32,8 @@ def check_copies(schedule: Schedule) -> None:
             arriving, leaving = {*underway}, {copied for copied, _ in underway.values()}
             too_soon = arriving.intersection(action.reads)
             _require(not too_soon, place, f"{_names(schedule, too_soon)} is not there yet")
-            lost = {*action.frees} | (
-                {action.overwritten} if action.overwritten is not None else set[int]()
-            )  # freed or overwritten
+            # freed or overwritten
+            lost = {*action.frees} | ({action.overwritten} if action.overwritten is not None else set[int]())
             if form is not None and action.kind in BEGINS:
                 underway[target] = source, BEGINS[action.kind]
                 leaving |= {source}

@@ -194,9 +194,8 @@ def _free_groups(free: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -
         groups.setdefault((segment.pool, segment.stream, segment.small, size_class), []).append(block.size)
     rows: list[FreeBlocks] = []
     for (pool, stream, small, size_class), sizes in groups.items():
-        segment = Segment(
-            address=0, size=0, stream=stream, small=small, pool=pool, expandable=False, blocks=()
-        )  # any of the group, to name the reason
+        # any of the group, to name the reason
+        segment = Segment(address=0, size=0, stream=stream, small=small, pool=pool, expandable=False, blocks=())
         why = _why_not(segment, max(sizes), oom)
         rows.append(FreeBlocks(pool, stream, small, size_class, len(sizes), sum(sizes), max(sizes), why))
     usable = (oom.pool, oom.stream, oom.requested <= LARGEST_SMALL)
