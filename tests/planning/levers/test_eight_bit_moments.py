@@ -65,6 +65,28 @@ def test_they_are_taken_where_nothing_else_fits() -> None:
     assert memplan.Plan.from_json(plan.to_json()).precision == plan.precision
 
 
+class WithIdleBranch(nn.Module):
+    """Most of the optimizer's state is of weights without a gradient in this step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = make(), nn.Linear(4 * WIDTH, 4 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_state_of_idle_weights_counts_in_what_may_be_saved() -> None:
+    rows, _ = batch()
+    torch.manual_seed(0)
+    model, options = WithIdleBranch(), {"costs": "roofline", **asked()}
+    floor = memplan.plan(model, rows, budget="1 GiB", **options).floor
+    saved = 2 * 3 * model.idle.weight.numel()  # of two moments, 3 of 4 bytes an element, without scales
+    plan = memplan.plan(model, rows, budget=floor - saved // 2, allow="lossy", **options)
+    assert plan.precision.moments == "int8"
+    assert plan.peak <= floor - saved // 2
+
+
 def test_never_without_lossy_and_never_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = batch()
     least = budget()

@@ -92,6 +92,14 @@ def test_latest_results_serve_every_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(ran) == 7
 
 
+def test_results_without_decisions_are_kept_by_their_number_of_candidates() -> None:
+    """Where nothing can be recomputed or encoded, candidates are columns of no bytes."""
+    evaluator = Evaluator(random_graph(17, 2))
+    assert evaluator.decision_count == 0
+    for candidates in (3, 1, 2):
+        assert len(evaluator.profiles(np.zeros((0, candidates), dtype=bool))) == candidates
+
+
 def test_latest_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, draw = Evaluator(transformer()), np.random.default_rng(0)
     columns = [draw.random((evaluator.decision_count, 20)) < 0.5 for _ in range(3)]
