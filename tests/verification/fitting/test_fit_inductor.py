@@ -128,11 +128,11 @@ def holds(fitted: Fitted) -> None:
     assert not proof.exact
     assert proof.within_budget
     assert abs(fitted.plan.peak - proof.peak) <= WITHIN * proof.peak
-    step, kind = fitted.loss, "parameters" if proof.early else "gradients"
-    step = fitted.model if step is None else step
+    step = fitted.model if fitted.loss is None else fitted.loss
     trained = {name for name, one in step.named_parameters() if one.requires_grad}
     for number in range(proof.steps):  # errors of all of them were measured
-        assert {one.name for one in proof.rounded if (one.kind, one.step) == (kind, number)} >= trained
+        assert {one.name for one in proof.rounded if (one.kind, one.step) == ("gradients", number)} >= trained
+    assert proof.parameters.tensors == (len(trained) * proof.steps if proof.early else 0)
 
 
 # of all kinds, budgets and modes benchmarks/fit_cells.py makes a table
@@ -483,7 +483,7 @@ def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
 
 @pytest.mark.parametrize("rate", [1e-5, *slow(0.1)])
 def test_an_early_update_by_a_wrong_gradient_is_found(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the learning rate: what was added to a parameter is looked at, not the parameter."""
+    """However small the learning rate: gradients are compared, not what they change."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(16, 32)
     backward = partition.CompiledPasses.backward
@@ -502,7 +502,7 @@ def test_an_early_update_by_a_wrong_gradient_is_found(rate: float, monkeypatch: 
     assert fitted.proof.ok
     fitted.undo()
     monkeypatch.setattr(partition.CompiledPasses, "backward", lost)
-    with pytest.raises(VerificationError, match="after the update"):
+    with pytest.raises(VerificationError, match="the gradient of"):
         early()
 
 

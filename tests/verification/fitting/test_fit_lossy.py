@@ -217,8 +217,10 @@ def test_updates_can_be_early(kind: Precision, monkeypatch: pytest.MonkeyPatch) 
     assert proof.early
     assert proof.within_budget
     kinds = {one.kind for one in proof.layers}
-    assert kinds == {"outputs", "parameters"}
-    assert all(one.relative < 1 for one in proof.layers)  # of what was added, not of the parameter
+    assert kinds == {"outputs", "gradients"}
+    assert proof.parameters.tensors == proof.state.tensors == proof.gradients.tensors > 0  # each has a momentum
+    assert "lossy, and no farther off than allowed" in str(proof)
+    assert "bit for bit what step() makes of these gradients: " in str(proof)
 
 
 @needs_avx512

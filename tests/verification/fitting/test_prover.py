@@ -211,6 +211,23 @@ def test_a_comparison_of_moments_needs_room_for_two_more_copies(monkeypatch: pyt
         fitted.undo()
 
 
+def test_a_proof_of_early_updates_needs_room_for_copies_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the planned step: another trial's weights, gradients, state and inputs. Weights outweigh all else here, so
+    that the planned step with copies of its gradients takes more than the step as it is, which updates in ``step()``.
+    """
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))), torch.randn(4, 128)
+    options: dict[str, Any] = {"loss": torch.sum, "optimizer": torch.optim.SGD, "early": True, "budget": "1 GiB"}
+    made = plan(model, x, **options)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    needed = max(made.eager_peak, made.peak + weights) + weights + weights + x.nbytes
+    for spare in (-16, 16):
+        machine(monkeypatch, needed + spare)
+        fitted = fit(model, x, **options, pairs=0)
+        assert (fitted.proof.cut is None) == (spare > 0)
+        fitted.undo()
+
+
 @pytest.mark.slow
 def test_moments_in_8_bits_need_room_for_two_more_copies(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from memplan.errors import UsageError
+from memplan.planning.plan.plan import Grade
 from memplan.verification.measurement.peak_and_time import Times
 from memplan.verification.proof.differences import Compared, Difference
 from memplan.verification.proof.proof import Cut, Proof
@@ -74,9 +75,28 @@ def test_a_lossy_proof_says_of_what_ran_how_far_off_it_is(truth: str, reference:
     assert told.format("(relative, in L2): gradients 20.00%") in text
 
 
-def test_early_updates_have_no_gradients_to_count() -> None:
-    early = dataclasses.replace(GOOD, early=True, gradients=Compared())
-    assert "AdamW, applied early: 3 outputs, 12 updated" in str(early)
+@pytest.mark.parametrize(
+    ("grade", "told"),
+    [
+        (
+            "exact",
+            "the same bit for bit over 3 steps with AdamW, applied early: 3 outputs, 12 gradients, 12 updated "
+            "parameters, 36 tensors of the optimizer's state, 6 buffers, the random streams",
+        ),
+        (
+            "reordered",
+            "the same but for rounding over 3 steps with AdamW, applied early: 3 outputs, 12 gradients, 6 buffers, the "
+            "random streams; bit for bit what step() makes of these gradients: 12 updated parameters, 36 tensors of "
+            "the optimizer's state",
+        ),
+    ],
+)
+def test_a_proof_of_early_updates_says_what_they_were_compared_with(grade: Grade, told: str) -> None:
+    early = dataclasses.replace(GOOD, early=True, grade=grade, state=Compared(36))
+    assert str(early).splitlines()[0] == told
+    stale = Difference("exp_avg of a.weight", 0, "is missing")
+    wrong = dataclasses.replace(early, state=Compared(36, (stale,)))
+    assert wrong.failures == ("after the update exp_avg of a.weight is missing in step 1",)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +123,8 @@ def test_a_proof_says_what_was_compared_and_what_was_only_measured_or_predicted(
     assert blind.failures == ("the predicted peak is 1.0 MiB over the budget of 4.0 MiB",)
 
 
-def test_a_proof_written_before_there_were_cuts_is_read() -> None:
+@pytest.mark.parametrize("part", ["cut", "state"])
+def test_a_proof_written_before_there_was_such_a_part_is_read(part: str) -> None:
     data = json.loads(GOOD.to_json())
-    del data["cut"]
+    del data[part]
     assert Proof.from_json(json.dumps(data)) == GOOD

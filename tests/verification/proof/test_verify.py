@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,11 @@ from truth.cpu_allocator import allocations, peak_of
 from truth.module_state import everything
 
 from memplan.errors import InputError, TargetError, UsageError
+from memplan.verification.measurement.peak_and_time import Meter
+from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.proof import Proof
-from memplan.verification.proof.verify import verify
+from memplan.verification.proof.rounding import EXACT, LOSSY, ROUNDING, Tolerance
+from memplan.verification.proof.verify import Baselines, compare, verify
 
 
 class Net(nn.Module):
@@ -288,3 +292,125 @@ def test_bad_usage(run: Callable[[], Proof], error: type[Exception], said: str) 
 def test_an_optimizer_that_asks_the_module_gets_the_copies() -> None:
     model = made()
     assert verify(model, model, "8x6", pairs=0, optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1)).ok
+
+
+class _InOrder(torch.autograd.Function):
+    """A product by a weight, whose gradient is the sum of three rows, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.factor = factor
+        return weight * 3
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return tangents[0] * ctx.factor * ((rows[0] + rows[1]) + rows[2]), None, None
+
+
+class InOrder(nn.Module):
+    """Two weights; ``order``: in which the gradient's rows are added, ``factor``: of the gradient."""
+
+    def __init__(self, *order: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.order, self.factor = nn.Parameter(torch.ones(512)), list(order), factor
+        self.other = nn.Parameter(torch.ones(4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return _InOrder.apply(self.weight, rows[self.order], self.factor).sum() + self.other.sum()  # pyright: ignore
+
+
+def rows_of(*first: float) -> Tensor:
+    """Three rows of 512 elements; of the ``first`` elements, the rest is far from zero."""
+    torch.manual_seed(0)
+    rows = 1 + torch.rand(3, 512)
+    rows[:, 0] = torch.tensor(first)
+    return rows
+
+
+AT_ZERO = rows_of(1.0, 2**-25, -1.0)
+"""1 + 2^-25 - 1 is 2^-25; added from the left, float32 loses it."""
+
+
+def proof_of_early(candidate: nn.Module, optimizer: Any, tolerance: Tolerance, rows: Tensor = AT_ZERO) -> Proof:
+    """Compare updates in the backward pass with a gradient that is added in an order in which float32 loses nothing."""
+    model, work = InOrder(0, 2, 1), Work((rows,), optimizer=optimizer)
+    truth = None if tolerance is EXACT else Trial("float64", model, model, work, float64=True)
+    early = Trial("candidate", candidate, candidate, work, in_backward=True)
+    return compare(Baselines(Trial("reference", model, model, work), truth), early, 2, tolerance)
+
+
+GRADES = [ROUNDING, LOSSY]
+
+
+@pytest.mark.parametrize("tolerance", GRADES, ids=lambda tolerance: tolerance.grade)
+def test_an_early_update_may_turn_with_the_sign_of_a_gradient_near_zero(tolerance: Tolerance) -> None:
+    """Adam's first update of that element is the learning rate, or nothing."""
+    adam = functools.partial(torch.optim.AdamW, lr=0.1, eps=1e-12)
+    moved = InOrder(0, 1, 2), InOrder(0, 2, 1)
+    for model in moved:
+        optimizer = adam(model.parameters())
+        model(AT_ZERO).backward()
+        optimizer.step()
+    first, second = (model.weight.detach()[0] for model in moved)
+    assert abs(float(first - second)) > 0.09
+    proof = proof_of_early(InOrder(0, 1, 2), adam, tolerance)
+    assert proof.failures == ()
+    assert (proof.gradients.tensors, proof.parameters.tensors, proof.state.tensors) == (4, 4, 12)
+    assert {error.name for error in proof.rounded if error.kind == "gradients"} == {"weight", "other"}
+    assert max(error.error for error in proof.rounded) > 0  # another order was compared
+
+
+@pytest.mark.parametrize("tolerance", [EXACT, *GRADES], ids=lambda tolerance: tolerance.grade)
+def test_an_early_update_by_a_wrong_gradient_is_found_where_the_optimizer_hides_it(tolerance: Tolerance) -> None:
+    """Adam's updates by a gradient that is twice as large are the same."""
+    adam = functools.partial(torch.optim.AdamW, lr=0.1, eps=0.0)
+    proof = proof_of_early(InOrder(0, 2, 1, factor=2.0), adam, tolerance)
+    assert [(item.name, item.step) for item in proof.gradients.differences] == [("weight", 0)]
+    assert proof.parameters.equal
+    assert "the gradient of weight" in str(proof)
+
+
+class ByAllGradients(torch.optim.Optimizer):
+    """Divides each gradient by the norm of all."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.tensor([float(p.grad.norm()) for p in parameters]).norm()
+        for parameter in parameters:
+            self.state[parameter]["norm"] = norm.clone()
+            parameter.sub_(parameter.grad / norm * self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("tolerance", [EXACT, *GRADES], ids=lambda tolerance: tolerance.grade)
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_an_early_update_that_is_not_the_optimizers_is_found(rate: float, tolerance: Tolerance) -> None:
+    """With a learning rate of zero the optimizer's state alone differs."""
+    proof = proof_of_early(InOrder(0, 2, 1), functools.partial(ByAllGradients, lr=rate), tolerance)
+    assert proof.gradients.equal
+    assert bool(proof.parameters.differences) is (rate > 0)
+    assert [item.name for item in proof.state.differences] == ["norm of other", "norm of weight"]
+    assert any("after the update norm of weight differs by" in text for text in proof.failures)
+
+
+def test_the_copies_of_gradients_are_no_part_of_the_measured_peak() -> None:
+    """A step with a gradient of 2 KiB after another; the copies of both would be 4 KiB more."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    model, work = InOrder(0, 2, 1), Work((AT_ZERO,), optimizer=sgd)
+    peaks = []
+    for recorded in (False, True):
+        trial = Trial("candidate", model, model, work, in_backward=True)
+        trial.prepare()
+        if recorded:
+            trial.record_gradients()
+        with Meter() as meter:
+            trial.gradients_of_step(meter)
+        assert set(trial.gradients.values()) == {None} or recorded
+        peaks.append(meter.measured("candidate").growth_peak)
+        trial.release()
+    assert peaks[0] == peaks[1] > 0

@@ -47,7 +47,8 @@ class _Memory:
     """Predicted bytes of a call's trials."""
 
     peak: int
-    """Of the step without a plan, while it runs."""
+    """Of the step without a plan, while it runs; of the planned step and copies of the gradients that its early updates
+    free, if that is more."""
     idle: int
     """Of a trial that waits while another runs."""
     copies: int = 1
@@ -114,7 +115,10 @@ class Prover:
         step stays unplanned.
         """
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._request.bytes
-        memory = _Memory(plan.eager_peak, self._idle_bytes(plan), copies=2 if _has_moments(planned) else 1)
+        recorded = self._trained_bytes() if planned is not None and self._settings.gradients.updates_early else 0
+        memory = _Memory(
+            max(plan.eager_peak, predicted + recorded), self._idle_bytes(plan), copies=2 if _has_moments(planned) else 1
+        )
         smaller, call, cut, measured = self._smaller_call(plan, memory), self._request.call, None, True
         if smaller is None and self._home.card is None:
             baselines = self._baselines(call, _grade(plan))  # built before the plan is installed: they run unplanned
@@ -377,10 +381,14 @@ class Prover:
     def _idle_bytes(self, plan: Plan) -> int:
         """Return the bytes that a trial keeps allocated while another runs: parameters, buffers, inputs, gradients and
         the state of the user's optimizer."""
-        trained = storage_bytes((p for p in self._step.parameters() if p.requires_grad), self._home.type)
+        trained = self._trained_bytes()
         of_default_optimizer = 0 if self._settings.optimizer is not None else 2 * trained
         saved = sum(decision.bytes for decision in plan.decisions if decision.lever == EightBitMoments.name)
         return sum(plan.resident.values()) + saved + trained + of_default_optimizer
+
+    def _trained_bytes(self) -> int:
+        """Return the bytes of the parameters that are trained, which are those of their gradients."""
+        return storage_bytes((p for p in self._step.parameters() if p.requires_grad), self._home.type)
 
     def _has_room(self, peak: int, free: int | None) -> bool:
         """Return whether a step with this peak fits in ``free`` bytes; None: unknown, so True."""

@@ -94,6 +94,8 @@ class Trial:
         """The optimizer's state before its first update, which some, like Adagrad, have."""
         self._early: Early | None = None
         """None if updates do not happen in the backward pass."""
+        self._record = _GradientRecord()
+        """Gradients that early updates free."""
         # the optimizer, on the copied parameters
         parameters = list(self.parameters.values())
         if parameters and updates:
@@ -102,6 +104,8 @@ class Trial:
             _check_parameters(optimizer, parameters)
             self.update, self._initial_state = optimizer, _copy_state(getattr(optimizer, "state", {}))
             if in_backward:
+                for name, parameter in self.parameters.items():
+                    self._record.observe(name, parameter)  # before the update, whose hook runs after this one
                 self._early = update_early(optimizer)
                 weakref.finalize(self, self._early.undo)  # removes its global hooks
 
@@ -117,9 +121,23 @@ class Trial:
 
     @property
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Gradients of all parameters, and of the inputs that require one."""
-        named = {name: p.grad for name, p in self.parameters.items() if p.requires_grad}
+        """Gradients of all parameters, and of the inputs that require one. Those that early updates have freed are
+        there after `record_gradients`."""
+        recorded = self._record.gradients
+        named = {name: recorded.get(name, p.grad) for name, p in self.parameters.items() if p.requires_grad}
         return named | {f"input {n}": tensor.grad for n, tensor in enumerate(self._tensors) if tensor.requires_grad}
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors for each parameter by name, such as ``exp_avg of head.weight``."""
+        state = getattr(self.update, "state", {})
+        return {
+            f"{f'{key}.{part}' if part else key} of {name}": inner
+            for name, parameter in self.parameters.items()
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+            for part, inner in _torch.inner_tensors(value).items()
+        }
 
     @property
     def resident(self) -> int:
@@ -156,6 +174,22 @@ class Trial:
             for _ in range(self.work.micro_batches):
                 self.output = None  # freed before the next is computed
                 self.output = self._forward_backward()
+
+    def record_gradients(self) -> None:
+        """Copy each gradient of the next step before its early update, until `release`. The memory for the copies is
+        allocated here: it is not part of the step's peak."""
+        if self.in_backward:
+            self._record.allocate(self.parameters)
+
+    def set_gradients_from(self, other: Trial) -> None:
+        """Copy the gradients of another trial's parameters into this trial's, to update by the same."""
+        gradients = other.gradients
+        for name, parameter in self.parameters.items():
+            gradient = gradients.get(name)
+            if parameter.grad is None or gradient is None or parameter.grad.layout != gradient.layout:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
 
     def copy_state_from(self, other: Trial) -> None:
         """Copy the values of another trial's parameters and buffers into this trial's."""
@@ -202,6 +236,7 @@ class Trial:
         """Free output, inputs and gradients: everything that the next step does not need."""
         self.output = None
         self._arguments, self._tensors = ((), {}, ()), []
+        self._record.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -234,6 +269,42 @@ class Trial:
         loss.backward()
         tensors, structure = take_apart(output)
         return structure.rebuild([tensor.detach() for tensor in tensors])
+
+
+class _GradientRecord:
+    """Copies of gradients, each from the moment when it is complete."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+        """Copied gradients by name of the parameter."""
+        self._memory: dict[str, torch.Tensor] = {}
+        """By name, memory for a gradient that is not there yet."""
+
+    def observe(self, name: str, parameter: torch.Tensor) -> None:
+        """Copy the gradients of a parameter while there is memory for them."""
+        memory, gradients = self._memory, self.gradients
+
+        def copy_gradient(parameter: torch.Tensor) -> None:
+            """The hook, which refers to no trial: the garbage collector does not see hooks of tensors."""
+            place, gradient = memory.pop(name, None), parameter.grad
+            if place is None or gradient is None:
+                return
+            alike = (gradient.layout, gradient.dtype) == (place.layout, place.dtype)
+            gradients[name] = place.copy_(gradient) if alike else gradient.clone()
+
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(copy_gradient)
+
+    def allocate(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Allocate memory for a gradient of each parameter that is trained."""
+        self.clear()
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._memory.update({name: torch.empty_like(parameter.detach()) for name, parameter in trained.items()})
+
+    def clear(self) -> None:
+        """Free the copies."""
+        self._memory.clear()
+        self.gradients.clear()
 
 
 def _copy_state(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from memplan._bytes import format_bytes
@@ -14,11 +14,12 @@ from memplan.verification.proof.differences import Compared
 from memplan.verification.proof.moments import MomentsError
 from memplan.verification.proof.rounding import LayerError, Rounded, by_layer, overall, truth_label
 
-KINDS = ("outputs", "gradients", "parameters", "buffers")
+KINDS = ("outputs", "gradients", "parameters", "state", "buffers")
 _SUBJECTS = {
     "outputs": "",
     "gradients": "the gradient of ",
     "parameters": "after the update ",
+    "state": "after the update ",
     "buffers": "the buffer ",
 }
 """By kind, the text before a `Difference`."""
@@ -56,8 +57,9 @@ class Proof(Saved, Displayed):
     optimizer: str
     """Class of the optimizer."""
     early: bool
-    """Whether the candidate's updates happened in its backward pass; then its gradients are freed in it, and the
-    parameters after each step are compared instead."""
+    """Whether the candidate's updates happened in its backward pass. Its gradients are those by which it updated, and
+    parameters and the optimizer's state are compared bit for bit with an update by the same gradients in ``step()``.
+    """
     outputs: Compared
     gradients: Compared
     parameters: Compared
@@ -94,6 +96,8 @@ class Proof(Saved, Displayed):
     """Where the plan has moments in 8 bits: their error over many updates."""
     full_float32: bool = False
     """Whether both were compared with TF32 off, whose errors hid whether they are the same."""
+    state: Compared = field(default_factory=Compared)
+    """The optimizer's tensors after early updates."""
 
     @property
     def measured(self) -> bool:
@@ -113,7 +117,7 @@ class Proof(Saved, Displayed):
 
     @property
     def layers(self) -> tuple[LayerError, ...]:
-        """Errors of each output and of each layer's gradients (or early updates), where bits may differ."""
+        """Errors of each output and of each layer's gradients, where bits may differ."""
         return by_layer([error for error in self.rounded if error.kind != "buffers"])
 
     @property
@@ -177,14 +181,16 @@ class Proof(Saved, Displayed):
             head += ", where the step without a plan has torch's own norms and recurrent layers in place of cuDNN's,"
         head += ", compared with TF32 off," if self.full_float32 else ""
         head += ", with the optimizer's own moments," if self.moments is not None else ""
-        compared = [_several(self.outputs.tensors, "output")]
-        if not self.early:  # else the backward pass frees each gradient after its update
-            compared.append(_several(self.gradients.tensors, "gradient"))
-        if is_exact or self.early:
-            compared.append(_several(self.parameters.tensors, "updated parameter"))
+        updated = [_several(self.parameters.tensors, "updated parameter")]
+        updated += [f"{_several(self.state.tensors, 'tensor')} of the optimizer's state"] if self.state.tensors else []
+        compared = [_several(self.outputs.tensors, "output"), _several(self.gradients.tensors, "gradient")]
+        compared += updated if is_exact else []
         compared += [_several(self.buffers.tensors, "buffer"), "the random streams"]
         optimizer = f"{self.optimizer}, applied early" if self.early else self.optimizer
-        return f"{head} over {_several(self.steps, 'step')}{each} with {optimizer}: {', '.join(compared)}"
+        text = f"{head} over {_several(self.steps, 'step')}{each} with {optimizer}: {', '.join(compared)}"
+        if is_exact or not self.early:
+            return text
+        return f"{text}; bit for bit what step() makes of these gradients: {', '.join(updated)}"
 
     def _rounding(self) -> str:
         """Describe the worst gradient, where rounding was allowed; "" where bits were compared."""
@@ -202,16 +208,13 @@ class Proof(Saved, Displayed):
 
     def _lossy_errors(self) -> str:
         """Describe the errors of all outputs and gradients, and the layer with the largest relative error."""
-        labels = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
-        layers = self.layers
-        totals = [(label, overall(self.rounded, kind)) for kind, label in labels.items()]
-        totals = [(label, total) for label, total in totals if total.norm or total.error]
-        candidate = ", ".join(f"{label} {total.relative:.2%}" for label, total in totals)
+        totals = [(kind, overall(self.rounded, kind)) for kind in ("outputs", "gradients")]
+        totals = [(kind, total) for kind, total in totals if total.norm or total.error]
+        candidate = ", ".join(f"{kind} {total.relative:.2%}" for kind, total in totals)
         unplanned = ", ".join(f"{total.relative_reference:.2%}" for _, total in totals)
-        kind = "gradients" if any(layer.kind == "gradients" for layer in layers) else "parameters"
-        of_kind = [layer for layer in layers if layer.kind == kind]
-        largest_norm = max((layer.norm for layer in of_kind), default=0.0)
-        not_near_zero = [layer for layer in of_kind if layer.norm > 1e-3 * largest_norm]
+        gradients = [layer for layer in self.layers if layer.kind == "gradients"]
+        largest_norm = max((layer.norm for layer in gradients), default=0.0)
+        not_near_zero = [layer for layer in gradients if layer.norm > 1e-3 * largest_norm]
         worst = max(not_near_zero, key=lambda layer: layer.relative, default=None)
         text = f"off from {truth_label(self.truth)} by (relative, in L2): {candidate}"
         if any(error.reference != error.own for error in self.rounded):

@@ -80,7 +80,7 @@ class Rounded:
     """Error of a tensor, measured from the same tensor in float64 (L2)."""
 
     kind: str
-    """outputs, gradients, parameters or buffers."""
+    """outputs, gradients or buffers."""
     name: str
     step: int
     """Number of the compared step, counted from 0."""
@@ -108,20 +108,18 @@ class Rounded:
 def rounding_errors(
     kind: str, step: int, truth: Mapping[str, torch.Tensor], yardsticks: Sequence[Mapping[str, torch.Tensor]],
     candidate: Mapping[str, torch.Tensor], tolerance: Tolerance = ROUNDING,
-    extra_tolerance: Mapping[str, float] = {},  # read only
 ) -> list[Rounded]:  # fmt: skip
     """Return the errors of a candidate's floating-point tensors.
 
     Tensors that are missing or of another shape are left out: `differences.difference` reports them.
 
     Args:
-        kind: outputs, gradients, parameters or buffers.
+        kind: outputs, gradients or buffers.
         step: number of the step.
         truth: the tensors in float64, by name: what is before the last dot is the module.
         yardsticks: the same tensors of steps whose errors are accepted, first of the step without a plan.
         candidate: the same tensors of the candidate.
         tolerance: the allowed error.
-        extra_tolerance: by name, an error that is allowed in addition.
     """
     norms = {
         name: float(torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0).norm())
@@ -138,7 +136,7 @@ def rounding_errors(
         errors = [distance(exact, tensors[name]) for tensors in yardsticks]
         own, reference = errors[0], max(errors)
         scale = norms[name] if kind == "outputs" else largest_norms[_module(name)]
-        allowed = tolerance.allowed(reference, scale, candidate[name].dtype) + extra_tolerance.get(name, 0.0)
+        allowed = tolerance.allowed(reference, scale, candidate[name].dtype)
         error = distance(exact, candidate[name])
         results.append(Rounded(kind, name, step, error, reference, norms[name], allowed, own))
     return results
@@ -166,7 +164,7 @@ def is_yardstick(errors: Sequence[Rounded], tolerance: Tolerance = ROUNDING, *, 
 def _gradient_norms(errors: Sequence[Rounded]) -> tuple[float, float, float]:
     """Return three norms (L2) over all gradients: of the errors of the step without a plan, of the largest errors of
     the yardsticks, and of the gradients themselves."""
-    gradients = [error for error in errors if error.kind in ("gradients", "parameters")]
+    gradients = [error for error in errors if error.kind == "gradients"]
     own_error = math.hypot(*(error.own for error in gradients))
     reference_error = math.hypot(*(error.reference for error in gradients))
     return own_error, reference_error, math.hypot(*(error.norm for error in gradients))

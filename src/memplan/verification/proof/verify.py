@@ -168,9 +168,9 @@ def _compare_once(
 ) -> Proof:  # fmt: skip
     """Run all trials and compare candidate and reference, bit for bit (``criterion`` is None) or by a criterion.
 
-    With a criterion each step begins with the reference's parameters, and updated parameters are compared only where
-    the backward pass updates them: otherwise they follow from the gradients. ``predicted``, ``budget``: bytes, for the
-    proof.
+    With a criterion each step begins with the reference's parameters. Early updates are compared bit for bit with those
+    of the reference by the candidate's gradients. Other updates are compared only without a criterion: they follow from
+    the gradients. ``predicted``, ``budget``: bytes, for the proof.
     """
     comparison = _Comparison(criterion)
     comparison.start(reference, candidate)
@@ -181,12 +181,15 @@ def _compare_once(
             before = RandomState.now()
             for trial in trials:
                 trial.prepare()
+                trial.record_gradients()
                 before.restore()
                 trial.gradients_of_step(meter)
                 comparison.random_states[trial.name] = RandomState.now()
             resident, reference_resident = candidate.resident, reference.resident
             comparison.compare_backward(step, reference, candidate)
-            for trial in trials if candidate.in_backward else (reference, candidate):
+            if candidate.in_backward:
+                reference.set_gradients_from(candidate)
+            for trial in (reference, candidate):
                 trial.update_step(meter)
             comparison.compare_update(step, reference, candidate)
             comparison.random_states[reference.name].restore()
@@ -198,7 +201,7 @@ def _compare_once(
         early=candidate.in_backward,
         outputs=comparison.compared("outputs"), gradients=comparison.compared("gradients"),
         parameters=comparison.compared("parameters"), buffers=comparison.compared("buffers"),
-        random_streams=tuple(comparison.random_streams), resident=resident,
+        state=comparison.compared("state"), random_streams=tuple(comparison.random_streams), resident=resident,
         peak=resident + meter.measured(candidate.name).growth_peak,
         reference_peak=reference_resident + meter.measured(reference.name).growth_peak,
         predicted=predicted, budget=budget, torch=torch.__version__,
@@ -256,10 +259,6 @@ class _Comparison:
     """By trial, the random streams after its backward pass."""
     _stopped: bool = False
     """Whether a difference was found in an earlier step."""
-    _parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Parameters before the step, in float64, where their updates are compared."""
-    _eps: dict[str, float] = field(default_factory=dict)
-    """By parameter, the eps of its dtype."""
 
     def start(self, reference: Trial, candidate: Trial) -> None:
         """Check that both begin with the same values. Raises InputError if a parameter or a buffer differs."""
@@ -271,33 +270,6 @@ class _Comparison:
                     expected="modules with the same parameters and buffers",
                     do="Load the one's state_dict into the other",
                 )
-        self._save_parameters(reference, candidate)
-
-    def _save_parameters(self, reference: Trial, candidate: Trial) -> None:
-        """Save the parameters before a step, if the errors of their updates are measured: the backward pass updates
-        them, and there is a criterion."""
-        if candidate.in_backward and self.criterion is not None:
-            parameters = floating_point(reference.parameters)
-            self._parameters = {name: p.detach().to(torch.float64, copy=True) for name, p in parameters.items()}
-            self._eps = {name: torch.finfo(p.dtype).eps for name, p in parameters.items()}
-
-    def _tensors_to_measure(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the floating-point tensors whose errors are measured.
-
-        For parameters that are updated in the backward pass, these are the updates: their difference, in float64, to
-        the parameters before the step.
-        """
-        tensors = floating_point(named)
-        if kind != "parameters" or not self._parameters:
-            return tensors
-        return {name: p.detach().to(torch.float64) - self._parameters[name] for name, p in tensors.items()}
-
-    def _rounding_of_updates(self, kind: str, named: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Return the error that each parameter's update may have in addition, by name; empty for other tensors. An
-        updated parameter is the sum of parameter and update, rounded to an eps of the parameter."""
-        if kind != "parameters" or not self._parameters:
-            return {}
-        return {name: self._eps[name] * float(self._parameters[name].norm()) for name in named if name in self._eps}
 
     def compare_backward(self, step: int, reference: Trial, candidate: Trial) -> None:
         """Compare outputs, gradients, buffers and random streams after the backward passes."""
@@ -307,22 +279,23 @@ class _Comparison:
         self._record(
             "outputs", step, (reference, candidate), lambda trial: named_outputs(trial.output), differences, number
         )
-        if not candidate.in_backward:
-            self._compare_named("gradients", step, reference, candidate)
+        self._compare_named("gradients", step, reference, candidate)
         self._compare_named("buffers", step, reference, candidate)
         after = self.random_states
         self.random_streams += after[reference.name].differences(after[candidate.name])
 
     def compare_update(self, step: int, reference: Trial, candidate: Trial) -> None:
-        """Compare the updated parameters; with a criterion, let the next step begin with the reference's."""
+        """Compare the updated parameters, and the optimizer's state after early updates; with a criterion, let the next
+        step begin with the reference's parameters."""
         if self._stopped:
             return
         if self.criterion is None or candidate.in_backward:
             self._compare_named("parameters", step, reference, candidate)
+        if candidate.in_backward:
+            self._compare_named("state", step, reference, candidate)
         if self.criterion is not None:
             for trial in (candidate, *self.criterion.trials):
                 trial.copy_state_from(reference)
-            self._save_parameters(reference, candidate)
         self._stopped = bool(self.random_streams or any(self.differences.values()))
 
     def compared(self, kind: str) -> Compared:
@@ -330,7 +303,7 @@ class _Comparison:
         return Compared(self.tensors[kind], tuple(self.differences[kind]))
 
     def _compare_named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
-        """Compare the gradients, parameters or buffers of both trials by name."""
+        """Compare the gradients, parameters, buffers or optimizer's state of both trials by name."""
         expected, actual = getattr(reference, kind), getattr(candidate, kind)
         names = expected.keys() | actual.keys()
         results = [difference(name, step, expected.get(name), actual.get(name)) for name in names]
@@ -342,17 +315,15 @@ class _Comparison:
         differences: list[Difference], number: int,
     ) -> None:  # fmt: skip
         """Add the differences of a kind of tensors to the comparison; with a criterion, only those that it does not
-        allow. ``differences`` are tensors whose bits differ, of ``number`` that were compared; ``tensors_of`` returns a
-        trial's tensors of this kind by name."""
+        allow, except for what an update changes: both updated by the same gradients. ``differences`` are tensors whose
+        bits differ, of ``number`` that were compared; ``tensors_of`` returns a trial's tensors of this kind by name.
+        """
         self.tensors[kind] += number
-        if self.criterion is not None:
-            reference, candidate = (self._tensors_to_measure(kind, tensors_of(trial)) for trial in trials)
-            yardsticks = [self._tensors_to_measure(kind, tensors_of(trial)) for trial in self.criterion.yardsticks]
-            truth = self._tensors_to_measure(kind, tensors_of(self.criterion.truth))
-            errors = rounding_errors(
-                kind, step, truth, [reference, *yardsticks], candidate, self.criterion.tolerance,
-                self._rounding_of_updates(kind, candidate),
-            )  # fmt: skip
+        if self.criterion is not None and kind not in ("parameters", "state"):
+            reference, candidate = (floating_point(tensors_of(trial)) for trial in trials)
+            yardsticks = [floating_point(tensors_of(trial)) for trial in self.criterion.yardsticks]
+            truth = floating_point(tensors_of(self.criterion.truth))
+            errors = rounding_errors(kind, step, truth, [reference, *yardsticks], candidate, self.criterion.tolerance)
             self.rounded += errors
             differences = beyond_tolerance(differences, errors, truth_label(self.criterion.truth.name))
         self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda item: item.name)
