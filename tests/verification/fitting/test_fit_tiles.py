@@ -101,6 +101,22 @@ def test_training_goes_on_as_without_a_plan() -> None:
     assert model.state_dict()["stem.1.num_batches_tracked"] == 3
 
 
+def test_early_updates_of_a_step_in_pieces_are_those_of_the_optimizer() -> None:
+    """Of a bias before a batch norm the gradient is zero but for rounding, whose signs are Adam's first update."""
+    model, images, labels = step()
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "early": True}
+    budget = int(0.75 * floor_of(model, images, labels, **options))
+    fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **options, **QUICK)
+    proof = fitted.proof
+    assert fitted.plan.tiles
+    assert proof.ok
+    assert proof.grade == "reordered"
+    assert any(error.name == "model.stem.0.bias" and error.error > 0 for error in proof.rounded)
+    trained = len(list(model.parameters()))
+    assert proof.gradients.tensors == proof.parameters.tensors == proof.steps * trained
+    assert proof.state.tensors == 3 * proof.parameters.tensors  # two moments and a number of updates
+
+
 def test_the_models_own_call_runs_in_the_segments_of_the_plan_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not searched again, keeps the budget, and its gradients are those of the plan with the loss. A dropout
     keeps the segment from reaching as far as the loss."""
