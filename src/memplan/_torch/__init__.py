@@ -75,7 +75,7 @@ from memplan._torch.eager import (
 )
 from memplan._torch.engine import (
     BOOKKEEPING,
-    Keeps,
+    GraphFlag,
     backward_pass,
     backward_watched,
     call_of_module,

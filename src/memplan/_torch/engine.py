@@ -21,7 +21,7 @@ from torch import nn
 
 from memplan._torch.patches import only_in_this_thread, patched
 
-Keeps = Literal["", "retain_graph", "create_graph"]
+GraphFlag = Literal["", "retain_graph", "create_graph"]
 """The flag by which a backward pass keeps its graph; "" where it frees it."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ABOUT_HOOKS = (
@@ -47,7 +47,7 @@ def keeps_graph() -> bool:
 
 
 @contextmanager
-def backward_watched(begins: Callable[[Keeps], Callable[[], None]]) -> Iterator[None]:
+def backward_watched(begins: Callable[[GraphFlag], Callable[[], None]]) -> Iterator[None]:
     """Call ``begins(flag)`` before each backward pass of this thread, and the function that it returns afterwards."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
 

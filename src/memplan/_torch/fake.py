@@ -359,7 +359,7 @@ class FakeMode(FakeTensorMode):
         """None to decompose composite ops as torch does."""
         self._wrapped: tuple[Any, tuple[str, ...]] = None, ()
         """The last op that a wrapper subclass dispatched, and the names of its arguments that require a gradient."""
-        self.launched: Callable[[str, Sequence[torch.Tensor]], None] | None = None
+        self.on_launch: Callable[[str, Sequence[torch.Tensor]], None] | None = None
         """Called with each kernel that an op of `memplan.kernels` launches: its name and its tensors."""
         self.placing: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Context around an op with ``device="cuda"``, which marks its result as on the card; it runs on the CPU."""

@@ -96,16 +96,18 @@ def _kernels_of_ours(name: str) -> Callable[..., Any]:
     """Return a function that allocates as an op of `memplan.kernels` does, on the CPU or on a card."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Run the op's implementation without launching kernels."""
-        without_data: Any = sys.modules["memplan.kernels.launch"].without_data
+        """Run the op's implementation without launching kernels; a recording's mode gets each kernel that it would
+        launch."""
+        from memplan.kernels.launch import without_data  # not with this file: it imports Triton
+
         tensor = next(arg for arg in args if isinstance(arg, Tensor))
-        note_launch = getattr(getattr(tensor, "fake_mode", None), "launched", None)  # of a recording
+        on_launch = getattr(getattr(tensor, "fake_mode", None), "on_launch", None)  # None outside of a recording
 
-        def launched(launch: Any) -> None:
-            if note_launch is not None:
-                note_launch(f"triton.{launch.kernel.__name__}", [arg for arg in launch.args if isinstance(arg, Tensor)])
+        def report(launch: Any) -> None:
+            if on_launch is not None:
+                on_launch(f"triton.{launch.kernel.__name__}", [arg for arg in launch.args if isinstance(arg, Tensor)])
 
-        with without_data(tensor.device.type, launched):
+        with without_data(tensor.device.type, report):
             return run_kernel_of_ours(name, args, kwargs)
 
     return call

@@ -400,8 +400,12 @@ def _frontier(
     model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plan for several budgets, from the peak of eager mode to the smallest budget that has a plan. ``options`` are as
-    for `_outcome`. With ``peers``, also measure torch's own ways to save memory."""
+    """Plan for several budgets, from the peak of eager mode to the smallest budget that has a plan.
+
+    A module is planned for this machine, a callable that builds one for the device in ``arguments``. ``options`` are
+    arguments of `memplan.fit` that differ from their defaults. With ``peers``, also measure torch's own ways to save
+    memory.
+    """
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds
@@ -412,18 +416,20 @@ def _frontier(
     from memplan.verification.fitting.frontier import Frontier, Point
     from memplan.verification.peers.trials import measure_peers
 
-    plan_keywords = {name: option for name, option in options.items() if name != "early"}
+    other_options = {name: option for name, option in options.items() if name != "early"}
+    runs_here = isinstance(model, nn.Module)  # a module on the CPU cannot offload values
     plan_options = PlanOptions(
         device=arguments.device, gradients=GradientUse(updates_early=options.get("early", False)),
-        host_memory=not isinstance(model, nn.Module), **plan_keywords,
+        host_memory=not runs_here, **other_options,
     )  # fmt: skip
     checked = request(model, described.options, plan_options, fake=True)
+    same_call = "the call"  # key of the planner's caches: the call is captured once
     with checked.under_autocast():
         planner = Planner(checked.step)
-        study = planner.study(checked.call, checked.settings, key=0)
-        plans = planner.frontier(checked.call, checked.settings, _POINTS, key=0)
+        study = planner.study(checked.call, checked.settings, same_call)
+        plans = planner.frontier(checked.call, checked.settings, _POINTS, same_call)
         eager = study.eager_peak(checked.settings)
-    budget = checked.bounded(eager).bytes
+    budget = checked.bounded(eager).bytes  # which may be a share of eager mode's peak
     points = tuple(
         Point(plan.peak, plan.seconds, str(plan.precision) if plan.precision.lossy else "") for plan in plans
     )

@@ -367,7 +367,7 @@ class _Recording(ObservedRun):
         """Fake tensors, which the observer sees."""
         self.observer.fake_of = self._mode.fake_of
         self.observer.needs_of_wrapped = self._mode.needs_of_wrapped
-        self._mode.launched = self.observer.launched
+        self._mode.on_launch = self.observer.launched
         self._card: Card | None = None
         """None in a recording for the CPU."""
         self._other_kernels: set[tuple[int, int]] = set()

@@ -294,7 +294,10 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         return writer.instance(f"{rule.template}{suffix}", name, rule.defines)
 
     def _fused_updates(self, run: Pass) -> Mapping[int, UpdateCall]:
-        """Return the update of each fused gradient."""
+        """Return, by gradient, the update that its kernel applies to the weight element by element.
+
+        Such fused gradients are never stored: the pass's `DeviceGraph` names them, by the values they are views of.
+        """
         graph = run.schedule.graph
         return {
             graph.base(gradient): self._update_of(run, graph.values[parameter])

@@ -153,7 +153,8 @@ class Tiling:
     def _run_recorded(self, func: Callable[..., Any], args: Any, kwargs: Any, repeats: Sequence[int]) -> Any:
         """Add a call to the program of the current segment, and return its results without data.
 
-        ``repeats``: first calls of the earlier segments whose ops are recorded again for their results.
+        ``repeats``: earlier segments, each named by the number of its first call. Where this call reads a result of
+        one, the ops that compute the result are recorded in this segment, too, instead of an input for the result.
         """
         if not torch.is_grad_enabled():
             raise NotTileable("a part of the segment has no gradient")
@@ -161,12 +162,12 @@ class Tiling:
             self._recorder = Recorder()
         static = self._static_tensors()
 
-        def repeated(tensor: Tensor) -> Recorder | None:
-            """Return the recording of a segment to repeat that has computed a tensor, None for other tensors."""
-            _, first, recorder = self._segment_of_result.get(id(tensor), (None, None, None))
-            return recorder if first in repeats else None
+        def recording_to_repeat(tensor: Tensor) -> Recorder | None:
+            """Return the recording of the segment in ``repeats`` that computed a tensor, None for other tensors."""
+            _, first_call, recorder = self._segment_of_result.get(id(tensor), (None, None, None))
+            return recorder if first_call in repeats else None
 
-        result = self._recorder.call(func, args, kwargs, lambda tensor: id(tensor) in static, repeated)
+        result = self._recorder.call(func, args, kwargs, lambda tensor: id(tensor) in static, recording_to_repeat)
         self._call_results += [weakref.ref(leaf) for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)]
         return result
 

@@ -96,9 +96,10 @@ class _Writer:
     """Writes the actions as lines of Python."""
 
     def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
+        """``marked``: whether to write calls of ``mark`` before actions and ``laid_out`` after ops: see `program`."""
         self.schedule, self.graph, self.marked = schedule, schedule.graph, marked
         self.position = 0
-        """Position of the next action, counted through both passes."""
+        """Number of the next action, counted through both passes, as `mark` gets it."""
         self.variables = _variable_names(self.graph)
         """By value: the name of its variable."""
         self.last_reader = {value: action for action in schedule.backward for value in action.reads}
@@ -229,7 +230,7 @@ class _Writer:
         return [self.argument(part, op) for part in args] + named
 
     def write_mark(self, actions: int) -> None:
-        """Write the call of ``mark`` with the next position, if ``marked``; count ``actions`` on."""
+        """Write the call of ``mark`` with the number of the next action, if ``marked``; count ``actions`` on."""
         if self.marked:
             self.write(f"mark({self.position})")
         self.position += actions

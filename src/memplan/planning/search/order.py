@@ -199,14 +199,17 @@ class _Profile:
         return values
 
     def gain_later(self, block: Iterable[int], at: int) -> int:
-        """Return by how many bytes a position falls if the ops of a block, which run before it, run after it."""
+        """Return by how many bytes the level at position ``at`` falls if the ops of a block, which now run before it,
+        run after it: their results are not allocated yet there, but what they read last is not freed yet."""
         makes, uses = self._of(block)
+        # of what they make, only values that are still live at the position
         not_yet_made = [value for value in makes if value in self.never_freed or self.last[value] >= at]
         not_yet_freed = [value for value in uses - makes if value not in self.never_freed and self.last[value] < at]
         return sum(self.size[value] for value in not_yet_made) - sum(self.size[value] for value in not_yet_freed)
 
     def gain_earlier(self, block: frozenset[int], at: int) -> int:
-        """Return by how many bytes a position falls if the ops of a block, which run after it, run before it."""
+        """Return by how many bytes the level at position ``at`` falls if the ops of a block, which now run after it,
+        run before it."""
         makes, uses = self._of(block)
         gain = 0
         for value in uses - makes:  # what the block frees is not live there any more

@@ -142,7 +142,11 @@ class Crops:
         return crop
 
     def windows_of_parts(self, spatial_dim: int, count: int) -> list[Window]:
-        """Return the windows of about ``count`` equal parts of the result along a dimension of space, from 0."""
+        """Return the windows of about ``count`` equal parts of the result along a dimension of space, from 0.
+
+        Parts begin at multiples of the network's total stride, as crops of the input do: so the crops of inner parts
+        have one shape, are not longer than needed, and are checked once.
+        """
         size, stride = self.result_shape[2 + spatial_dim], self.strides[spatial_dim]
         length = -(-size // (count * stride)) * stride  # a multiple of the stride, rounded up
         return [(low, min(size, low + length)) for low in range(0, size, length)]

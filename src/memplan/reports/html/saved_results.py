@@ -123,16 +123,22 @@ def _alive(explanation: Explanation, course: MemoryTimeline) -> Table:
     return table_of(course.alive, fields, total=total)
 
 
-def _explanation(plain: Any, source: str) -> Result:
-    """Return the page content of an explanation, with measured peaks and the script's command if the file has them."""
-    result, data = step_result(Explanation.from_dict(plain, source)), Fields(plain)
+def _explanation(explanation: Any, source: str) -> Result:
+    """Return the page content of an explanation in JSON.
+
+    Commands add two fields to it: ``beside``, predicted and measured peaks and their comparison, and ``script``, whose
+    command is then the page's title in place of the model's name.
+    """
+    result, data = step_result(Explanation.from_dict(explanation, source)), Fields(explanation)
     measured, script = data.inner("beside"), data.inner("script")
     if measured is not None:
-        peaks = _json.from_plain(tuple[Peak, ...], measured.plain["peaks"], "it.beside.peaks")
+        path_in_errors = "it.beside.peaks"
+        peaks = _json.from_plain(tuple[Peak, ...], measured.plain["peaks"], path_in_errors)
         comparison = MeasuredComparison(peaks, Comparison.from_dict(measured.part("comparison").plain, source))
         result = replace(result, document=result.document + compare.measured_report(comparison, _LAYERS))
     if script is not None:
-        result = replace(result, title=f"{script.get('command', str)}: {result.title.partition(': ')[2]}")
+        _, _, kind_and_device = result.title.partition(": ")  # after the model's name
+        result = replace(result, title=f"{script.get('command', str)}: {kind_and_device}")
     return result
 
 

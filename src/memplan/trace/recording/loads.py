@@ -22,27 +22,28 @@ _ZIP = b"PK\x03\x04"
 
 
 class _Storages:
-    """The recording's counterparts of a real file's storages, by the address of the real storage.
-
-    Args:
-        place_of: address of a real storage -> its device.
-        own: device of this rank's card. Tensors loaded to another card are put on the host, where they do not count.
-        mapped: for a memory-mapped file, (address of its first storage, bytes of the file), of which its storages on
-            the host are slices.
-    """
+    """The recording's counterparts of a real file's storages, by the address of the real storage."""
 
     def __init__(
         self,
-        place_of: Callable[[int], str | torch.device],
-        mapped: tuple[int, int] | None = None,
-        own: torch.device | None = None,
+        device_of: Callable[[int], str | torch.device],
+        mapped_file: tuple[int, int] | None = None,
+        card: torch.device | None = None,
     ) -> None:
-        self._place_of = place_of
-        self._own = own
+        """Begin without storages.
+
+        Args:
+            device_of: address of a real storage -> device to which it is loaded.
+            mapped_file: of a memory-mapped file, (address of its first storage, bytes of the file): its storages on the
+                host are slices of it. None for a file that is read.
+            card: this rank's. Tensors loaded to another card are put on the host, where they do not count.
+        """
+        self._device_of = device_of
+        self._card = card
         self.elsewhere: dict[torch.device, int] = {}
         """Card of another rank -> bytes loaded to it."""
-        self._first, size = mapped or (0, 0)
-        self._file = torch.empty(size, dtype=torch.uint8) if mapped else None
+        self._file_address, file_size = mapped_file or (0, 0)
+        self._file = torch.empty(file_size, dtype=torch.uint8) if mapped_file else None
         """The memory-mapped file."""
         self._recorded: dict[int, torch.Tensor] = {}
         """Address of a real storage -> the recording's tensor for it, as bytes."""
@@ -66,7 +67,7 @@ class _Storages:
             values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
             address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
         is_new = address not in self._recorded
-        device = self._here(self._place_of(address), size if is_new else 0)
+        device = self._here(self._device_of(address), size if is_new else 0)
         if values is not None and self._file is None:
             return torch.tensor(values, dtype=dtype, device=device)
         if not size:
@@ -83,7 +84,7 @@ class _Storages:
         """Return the device of a storage in this rank's recording: the host if ``device`` is another rank's card. Its
         ``size`` bytes are then added to `elsewhere`."""
         target = torch.device(device)
-        if self._own is None or target.type != "cuda" or target.index in (None, self._own.index):
+        if self._card is None or target.type != "cuda" or target.index in (None, self._card.index):
             return device
         self.elsewhere[target] = self.elsewhere.get(target, 0) + size
         return HOST
@@ -94,7 +95,7 @@ class _Storages:
         if self._file is None:
             loaded = torch.empty(size, dtype=torch.uint8)
         else:
-            loaded = self._file[address - self._first :][:size]
+            loaded = self._file[address - self._file_address :][:size]
         return loaded if torch.device(device).type == HOST else loaded.to(device)
 
 
@@ -173,37 +174,40 @@ def loads_elsewhere() -> Iterator[list[Elsewhere]]:
 
 
 @contextmanager
-def loads_recorded(is_recorded: Callable[[], bool], report: Callable[[str], None], own: torch.device) -> Iterator[None]:
+def loads_recorded(
+    is_recorded: Callable[[], bool], report: Callable[[str], None], card: torch.device
+) -> Iterator[None]:
     """Within this context `torch.load` returns tensors of the recording if ``is_recorded()``.
 
-    Tensors loaded to another card than ``own`` are not counted, but reported by ``report(text)``.
+    Tensors loaded to another card than this rank's ``card`` are not counted, but reported by ``report(text)``.
 
     Only values of small integer tensors are read from the file. The bytes are those of the file's storages or, if the
     file is mapped (``mmap=True``), of the whole file, as torch's allocator counts them.
     """
-    plain = torch.load
+    load_real = torch.load
 
     def load(
         f: Any, map_location: Any = None, pickle_module: Any = None, *, mmap: bool | None = None, **kwargs: Any
     ) -> Any:
         """Replace `torch.load`: load the real file on the host, and return tensors of the recording in its place."""
         if not is_recorded():
-            return plain(f, map_location, pickle_module, mmap=mmap, **kwargs)
-        places = dict[int, str | torch.device]()
+            return load_real(f, map_location, pickle_module, mmap=mmap, **kwargs)
+        devices = dict[int, str | torch.device]()  # by address of a real storage: where it would be loaded
 
         def locate(storage: Any, location: str) -> Any:  # the map_location of the real load: all stays on the host
-            places[storage.data_ptr()] = place_of(storage, location, map_location)
+            devices[storage.data_ptr()] = place_of(storage, location, map_location)
             return storage
 
         is_mapped = config.load.mmap if mmap is None else mmap
         with _torch.no_modes():
-            loaded = plain(f, locate, pickle_module, mmap=is_mapped or _is_zip(f), **kwargs)
-        mapped = (min(places, default=0), os.path.getsize(f)) if is_mapped else None
-        storages = _Storages(lambda address: places.get(address, HOST), mapped, own)
+            # a zip file is mapped anyway, so that its bytes are not read
+            loaded = load_real(f, locate, pickle_module, mmap=is_mapped or _is_zip(f), **kwargs)
+        mapped_file = (min(devices, default=0), os.path.getsize(f)) if is_mapped else None
+        storages = _Storages(lambda address: devices.get(address, HOST), mapped_file, card)
         result = _torch.tree_map(storages.tensor_of, loaded)
         for device, size in storages.elsewhere.items():
             report(
-                f"torch.load PUTS {format_bytes(size)} ON {device}, and this rank's card is {own}: "
+                f"torch.load PUTS {format_bytes(size)} ON {device}, and this rank's card is {card}: "
                 "they are NOT COUNTED; map_location says where tensors go"
             )
             for calls in _elsewhere:

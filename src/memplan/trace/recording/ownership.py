@@ -100,13 +100,13 @@ class Ownership:
                 self.optimized.add(weight.id)
         self.mark_gradients()
 
-    def _begin_backward(self, keeps: _torch.Keeps) -> Callable[[], None]:
-        """Return the callback for the end of this backward pass. ``keeps``: the flag that keeps its graph."""
+    def _begin_backward(self, graph_flag: _torch.GraphFlag) -> Callable[[], None]:
+        """Return the callback for the end of this backward pass. ``graph_flag``: the flag that keeps its graph."""
         step, start, nested = self._place.step, self._ledger.clock, _torch.in_backward()
         where = format_frame(user_frame())
 
         def end() -> None:
-            self.passes.append(BackwardPass(step, start, self._ledger.clock, keeps, nested, where))
+            self.passes.append(BackwardPass(step, start, self._ledger.clock, graph_flag, nested, where))
 
         return end
 

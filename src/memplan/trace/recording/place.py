@@ -150,8 +150,8 @@ class Place:
         """Called with id() and result of a module that was called from outside of all modules."""
         self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         """Called before an optimizer's `step`."""
-        self.on_backward: Callable[[_torch.Keeps], Callable[[], None]] = lambda keeps: _nothing
-        """Called when a backward pass begins; the returned callback is called when it ends."""
+        self.on_backward: Callable[[_torch.GraphFlag], Callable[[], None]] = lambda graph_flag: _nothing
+        """Called when a backward pass begins, with the flag that keeps its graph; returns a callback for its end."""
         self.before_update = _nothing
         self.after_update = _nothing
         """Called before and after an optimizer's `step`."""
@@ -207,9 +207,10 @@ class Place:
 
     @contextmanager
     def suspending(self) -> Iterator[None]:
-        """Within this context, ignore copied modules and backward passes; the caller suspends the hooks."""
+        """Within this context, ignore copied modules and backward passes; the caller suspends torch's global hooks."""
         on_backward = self.on_backward
-        self._suspended, self.on_backward = True, lambda keeps: _nothing
+        # returns what is called at the end of a backward pass, as `on_backward` has to
+        self._suspended, self.on_backward = True, lambda graph_flag: _nothing
         try:
             yield
         finally:
@@ -229,7 +230,8 @@ class Place:
                 optimizer_hooks.register_optimizer_step_post_hook(self._end_update),
             ):
                 stack.callback(handle.remove)
-            stack.enter_context(_torch.backward_watched(lambda keeps: self.on_backward(keeps)))
+            # by a lambda, as `on_backward` is set later
+            stack.enter_context(_torch.backward_watched(lambda graph_flag: self.on_backward(graph_flag)))
             stack.enter_context(
                 _torch.patched(nn.Module, __setstate__=self._registering_copies(nn.Module.__setstate__))
             )

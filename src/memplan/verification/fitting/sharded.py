@@ -381,23 +381,26 @@ class _Fitting:
         result = error = None
         if _torch.ranks()[0] == 0:
             try:
-                planned, budget, ratio = self._plan_alone(kind.study, less)
-                result = planned.plan, budget, ratio
+                planned, budget, loss_bytes_ratio = self._plan_alone(kind.study, less)
+                result = planned.plan, budget, loss_bytes_ratio
             except MemplanError as failed:
                 error = failed
         of_rank_0 = together(result, error)[0]
         assert of_rank_0 is not None, "rank 0 has a plan or an error"
-        plan, budget, ratio = of_rank_0
-        planned = _with_loss_bytes(kind.study, replace(self._settings, plan=plan), budget, ratio)
-        return _BlockPlan(planned, budget, ratio)
+        plan, budget, loss_bytes_ratio = of_rank_0
+        # each rank applies the decisions of rank 0's plan to its own capture of the block
+        planned = _planned_under_load(kind.study, replace(self._settings, plan=plan), budget, loss_bytes_ratio)
+        return _BlockPlan(planned, budget, loss_bytes_ratio)
 
     def _plan_alone(self, study: Study, less: int) -> tuple[Planned, int, Fraction]:
         """Plan a block to save ``less`` bytes less for the backward pass, and to peak as much lower, if it can.
 
-        A load between the passes (`Settings.loss_bytes_ratio`) limits the bytes that the plan saves.
+        A load that is assumed between the block's passes (`Settings.loss_bytes_ratio`) limits the bytes that the plan
+        saves.
 
         Returns:
-            The plan, its budget in bytes, and the load for each byte of the tangents.
+            The plan, its budget in bytes, and the load: bytes for each byte of the tangents, the gradients of the
+            block's outputs.
         """
         settings, graph = self._settings, study.captured.graph
         tangents = sum(value.bytes for value in graph.values if value.kind == "tangent")
@@ -407,12 +410,12 @@ class _Fitting:
         for budget in (counted.peak - less, counted.peak):
             ratio = Fraction(max(0, budget - between + less), tangents or 1)
             try:
-                return _with_loss_bytes(study, settings, budget, ratio), budget, ratio
+                return _planned_under_load(study, settings, budget, ratio), budget, ratio
             except BudgetError as failed:
                 error = failed
         assert error is not None
         budget = error.smallest_budget
-        return _with_loss_bytes(study, settings, budget, ratio), budget, ratio
+        return _planned_under_load(study, settings, budget, ratio), budget, ratio
 
     def _install(
         self,
@@ -503,10 +506,11 @@ class _Fitting:
         )  # fmt: skip
 
 
-def _with_loss_bytes(study: Study, settings: Settings, budget: int, ratio: Fraction) -> Planned:
-    """Plan a captured block with a load between the passes. (A study's own results do not depend on that load.)"""
+def _planned_under_load(study: Study, settings: Settings, budget: int, loss_bytes_ratio: Fraction) -> Planned:
+    """Plan a captured block as if ``loss_bytes_ratio`` bytes for each byte of its tangents were allocated between its
+    passes. ``study`` is of the block without such a load, which its cached results do not take into account."""
     fresh = Study(study.model, study.call, study.captured)
-    return fresh.planned(replace(settings, loss_bytes_ratio=ratio), budget)
+    return fresh.planned(replace(settings, loss_bytes_ratio=loss_bytes_ratio), budget)
 
 
 def _saved_bytes(planned: Schedule) -> int:

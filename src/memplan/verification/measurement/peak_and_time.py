@@ -74,7 +74,11 @@ class Meter:
 
     @contextmanager
     def counting(self, owner: str) -> Iterator[None]:
-        """Count for ``owner`` what is allocated and freed in this block."""
+        """Count for ``owner`` what is allocated and freed in this block, which may be one of several.
+
+        The profiler records it as a range between its allocation events, named by a number; `measured` finds the ranges
+        of an owner by these numbers.
+        """
         self._step_names.append(owner)
         with _torch.marker(str(len(self._step_names) - 1)):
             yield

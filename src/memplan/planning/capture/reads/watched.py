@@ -15,11 +15,12 @@ from memplan.planning.capture.reads.kinds import MISSING, cell_content
 
 
 class Names:
-    """Keys of a dict that captured code may read: ``included`` (None: all) without ``excluded``."""
+    """The names of attributes or globals, keys of a ``__dict__``, that captured code may read."""
 
     __slots__ = ("excluded", "included")
 
     def __init__(self, included: frozenset[str] | None, excluded: frozenset[str] = frozenset()) -> None:
+        """Select the names ``included`` (None: all names) but for those in ``excluded``."""
         self.included, self.excluded = included, excluded
 
     def select(self, namespace: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,17 +131,20 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
     """Bytes of the workspace of memory-efficient attention's backward: gradients of the queries in float32 tiles, and
     of keys and values unless they stay in registers.
 
-    Source: mem_eff_attention/kernel_backward.h, workspace_size.
+    Source: mem_eff_attention/kernel_backward.h, workspace_size (and workspace_elements_gk, _gv and _gq, which pad head
+    sizes to kBlockSizeI, the queries in a tile). The number of splits, with its 256 and 200, is the heuristic in
+    attention_backward.cu, _efficient_attention_backward.
     """
     batch, rows, heads, head_size = q.shape
     keys, value_size = k.shape[1], v.shape[-1]
     reduced = q.dtype in _REDUCED
     tile_queries, tile_keys, in_registers = _tile_shape(max(head_size, value_size), reduced, arch)
     tiles = ceil_div(rows, tile_queries) * ceil_div(head_size, tile_keys)
-    elements = tiles * (tile_queries * tile_keys + 4)  # of a batch entry and head
+    # of a batch entry and head; a tile (GradQTempStorage) begins with a lock, a counter and padding: 4 words of 4 bytes
+    elements = tiles * (tile_queries * tile_keys + 4)
     if reduced and not in_registers:
-        splits = ceil_div(keys, tile_keys)
-        if batch * heads >= 256 and keys <= 2 * tile_keys:
+        splits = ceil_div(keys, tile_keys)  # parts of the keys, each with gradients of its own
+        if batch * heads >= 256 and keys <= 2 * tile_keys:  # parallel enough
             splits = 1
         splits = max(1, min(splits, 200 // (batch * heads)))
         elements += splits * tile_keys * (padded(head_size, tile_queries) + padded(value_size, tile_queries))
