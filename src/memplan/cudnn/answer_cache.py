@@ -37,6 +37,8 @@ class AnswerCache:
     """The answers of a version of cuDNN for a card. Another description or worker script means another file."""
 
     def __init__(self, card: str, version: int, properties: Mapping[str, Any]) -> None:
+        """Name the cache's file. ``card`` is a name of the catalogue, ``version`` that of cuDNN, and ``properties`` are
+        what cuDNN reads of the card (`memplan.cudnn.described_card.properties`)."""
         digest = hashlib.sha256(json.dumps(properties, sort_keys=True).encode())
         for source in (SCRIPT, DRIVER):  # they decide which engines cuDNN offers, and which are left out
             digest.update(source.read_bytes())

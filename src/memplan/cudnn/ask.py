@@ -49,6 +49,7 @@ def ask(library: Cudnn, card: Device, questions: Iterable[AnyQuestion]) -> Answe
     library = library.for_card(card.architecture)
     distinct = tuple(dict.fromkeys(questions))
     convolutions = [question for question in distinct if isinstance(question, Question)]
+    # an installed library is asked: what other versions answered does not count for it
     workspaces = measured(card.name, library.version, exactly=library.packages is not None)
     by_measurement = {question: workspaces[question.key] for question in distinct if question.key in workspaces}
     answers = _of_convolutions(library, card, convolutions, by_measurement) if convolutions else Answers({})
@@ -111,7 +112,8 @@ def _lacking(library: Cudnn, card: Device) -> str:
     if card.architecture < OLDEST_CAPABILITY:
         last = title_of(LAST_FOR_OLDER).rpartition(".")[0]
         return f"{capability}, for which the last cuDNN is {last} and the last builds of torch are those with CUDA 12.6"
-    return "before 9.19" if library.version < 91900 else capability
+    oldest_modelled = 91900  # 9.19.0
+    return "before 9.19" if library.version < oldest_modelled else capability
 
 
 def _ask_library(

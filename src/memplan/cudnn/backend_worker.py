@@ -59,6 +59,7 @@ class Backend:
     """The calls of cuDNN's backend API that are needed here. They raise BackendError if cuDNN reports an error."""
 
     def __init__(self, file: str) -> None:
+        """Load cuDNN from the path of its shared library."""
         self._library = ctypes.CDLL(file)
         for name in ("cudnnGetVersion", "cudnnGetCudartVersion"):
             getattr(self._library, name).restype = ctypes.c_size_t
@@ -132,6 +133,7 @@ class Card:
     """Queries cuDNN for a card that is described by its properties."""
 
     def __init__(self, backend: Backend, properties: dict[str, Any]) -> None:
+        """Describe a card to cuDNN. ``properties``: as `memplan.cudnn.described_card.properties` returns them."""
         self._backend = backend
         description = properties | {"driverVer": backend.number("cudnnGetCudartVersion")}
         text = json.dumps(description).encode() + b"\0"
@@ -178,14 +180,15 @@ class Card:
             (PRE_PADDINGS, INTEGER, *question["padding"]), (POST_PADDINGS, INTEGER, *question["padding"]),
             (DILATIONS, INTEGER, *question["dilation"]),
         )  # fmt: skip
-        kind, alpha, attributes = OPERATIONS[question["kind"]]
-        roles = [(attributes[name], DESCRIPTOR, tensor.value) for name, tensor in tensors.items()]
+        kind, alpha, tensor_attributes = OPERATIONS[question["kind"]]
+        beta, convolution_attribute = alpha + 1, alpha + 2  # the numbers of these attributes follow alpha's
+        operands = [(tensor_attributes[name], DESCRIPTOR, tensor.value) for name, tensor in tensors.items()]
         operation = finished(
             kind,
-            (alpha + 2, DESCRIPTOR, convolution.value),
-            *roles,
+            (convolution_attribute, DESCRIPTOR, convolution.value),
+            *operands,
             (alpha, scale_type, 1.0),
-            (alpha + 1, scale_type, 0.0),
+            (beta, scale_type, 0.0),
         )
         return finished(GRAPH, (GRAPH_OPERATIONS, DESCRIPTOR, operation.value))
 

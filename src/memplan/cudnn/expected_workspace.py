@@ -95,7 +95,7 @@ def expected_workspaces(card: Device, version: int, questions: Sequence[Question
     rows = network.probabilities(np.array([features(question) for question in questions]))
     expected = dict[Question, ExpectedWorkspace]()
     for question, probabilities in zip(questions, rows, strict=True):
-        if is_unlearned(question):
+        if is_unlearned(question):  # half of the probability is spread evenly over the formulas
             probabilities = (probabilities + 1 / len(probabilities)) / 2
         measured = with_cublas(question) if card.architecture == _MEASURED else None
         expected[question] = _expected(question, network.formulas, probabilities, measured)
@@ -149,7 +149,7 @@ def _expected(
         size = workspace_of(question, formula)
         probability_of[size] = probability_of.get(size, 0.0) + share_of_formulas * float(probability)
     near = _NEAR * tensor_bytes(question)
-    near_probability = {
+    near_probability = {  # by size: that of all sizes about the same
         size: sum(probability for other, probability in probability_of.items() if abs(other - size) <= near)
         for size in probability_of
     }

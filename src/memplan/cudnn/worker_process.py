@@ -52,7 +52,7 @@ def ask_worker(
     pending = list(questions)
     for _ in range(_MAX_PROCESSES):
         with _Worker(setup) as worker:
-            limit = START
+            limit = START  # the first answer may take as long as loading the libraries
             while pending:
                 question = pending.pop(0)
                 try:
@@ -88,6 +88,8 @@ class _Worker:
     """A process that has loaded cuDNN. It is killed when the context is left."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
+        """Start the process. ``setup``: its first request, with cuDNN's file, the libraries that have to be loaded
+        before it, and the card (`memplan.cudnn.backend_worker.serve`)."""
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,

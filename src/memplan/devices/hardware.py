@@ -85,8 +85,8 @@ def hardware_of(card: Device, *, estimated: bool = False) -> Hardware:
             expected=f"one of {', '.join(described_cards())}",
             do="Name one of these",
         )
-    clock, memory_clock, bus, sources = clocks
-    shared_memory, shared_memory_of_block, blocks = limits
+    clock, memory_clock, bus, sources = clocks  # MHz, MHz, bits
+    shared_memory, shared_memory_of_block, blocks = limits  # KiB, KiB, number
     return Hardware(
         clock=clock * 1000,
         memory_clock=memory_clock * 1000,

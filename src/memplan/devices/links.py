@@ -43,5 +43,5 @@ def link_of(name: str) -> tuple[int, str]:
     """Return (bytes a second between a card and its host, source of the figure), in one direction, as the standard has
     it."""
     generation, lanes, source = LINKS[name]
-    rate = TRANSFERS[generation] * lanes * 128 / 130 / 8
+    rate = TRANSFERS[generation] * lanes * 128 / 130 / 8  # 128 of 130 bits are data; in bytes
     return round(rate), f"link: PCIe {generation}.0 x{lanes}, {source}; one direction by the standard (computed)"

@@ -12,7 +12,8 @@ _BINARIES = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0))
 
 
 def description(card: Device) -> str:
-    """Return a card as the emulated driver reads it.
+    """Return a card as text for the emulated driver: numbers in the order in which `describe` in ``sources/cudart.c``
+    reads them, then its title.
 
     The emulated driver reserves the higher end of the card's CUDA context (`Device.context`) of its memory.
 

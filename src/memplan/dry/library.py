@@ -160,6 +160,7 @@ class _Build:
     """One build of the library, in a folder that is thrown away."""
 
     def __init__(self, torch: CudaTorch, compiler: tuple[str, str], folder: Path) -> None:
+        """Find CUDA's headers. ``compiler``: (path, version); ``folder``: temporary, for object files."""
         self._torch, self._compiler, self._folder = torch, compiler[0], folder
         nvidia = torch.packages / "nvidia"
         places = ("cu13", "cuda_runtime", "cudnn")
@@ -267,6 +268,8 @@ def stubs_of(undefined: set[str], header: str, defined: set[str]) -> str:
     text = '#include "dry.h"\n#define EXPORT __attribute__((visibility("default")))\n'
     for name in sorted((undefined | driver) - defined):
         if not name.startswith("cudnn"):
-            body = "return 0;" if name.startswith("cublas") else f'return dry_missing("{name}", 801);'
+            not_supported = 801  # CUDA_ERROR_NOT_SUPPORTED
+            missing = f'return dry_missing("{name}", {not_supported});'
+            body = "return 0;" if name.startswith("cublas") else missing
             text += f"EXPORT int {name}(void) {{ {body} }}\n"
     return text

@@ -13,6 +13,7 @@ class Progress:
     """Progress of a process, from the construction of this object on."""
 
     def __init__(self, process: int) -> None:
+        """Read the counters of a process, named by its id, for the first time."""
         self._folder = Path("/proc", str(process))
         self._last_counts, self._changed_at = self._counts(), time.monotonic()
         """Counters of the process when it last made progress, and the monotonic time of that."""
@@ -28,11 +29,11 @@ class Progress:
     def _counts(self) -> tuple[str, ...]:
         """Return ticks in user mode, ticks in the kernel, and bytes read, as texts; () for a process that has ended.
 
-        Source: proc_pid_stat(5), fields 14 and 15, and proc_pid_io(5).
+        Source: proc_pid_stat(5), fields 14 and 15, and proc_pid_io(5), "rchar: BYTES" first.
         """
         try:
-            after_name = (self._folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            from_third_field = (self._folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             read = (self._folder / "io").read_text(encoding="utf-8").split()
         except OSError:
             return ()
-        return after_name[11], after_name[12], read[1]
+        return from_third_field[11], from_third_field[12], read[1]
