@@ -64,6 +64,8 @@ class _Exploration:
     def __init__(
         self, first: Recorded, record_again: Callable[[Overrides], Recorded], has_time: Callable[[], bool]
     ) -> None:
+        """Begin with the first recording. ``record_again`` records the step under overrides; ``has_time`` returns
+        whether it may be called once more."""
         assert isinstance(first.outcome, Trace)
         self._has_time = has_time
         self._record_again = record_again

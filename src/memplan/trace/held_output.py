@@ -105,6 +105,7 @@ class CapturedOutput:
         return capture
 
     def _count_unfinished_lines(self) -> None:
+        """Count lines without an end, as the user's code writes no more."""
         for line in self._open.values():
             self._count_line(line)
         self._open.clear()

@@ -59,6 +59,7 @@ def compiled_as_torch_is(build: Runs) -> Iterator[None]:
             with unpatched(patches), _torch.without_global_hooks():
                 yield
 
+        # without a note where a scripted function runs: the run under a dispatch mode has it
         with _torch.around_compiled_calls(around), _torch.scripted_as_python(lambda: None):
             yield
 
@@ -116,6 +117,7 @@ class StepMarks(ObservedRun):
     """
 
     def __init__(self, observer: Observer) -> None:
+        """``observer``: of the run whose parts are marked."""
         super().__init__(observer)
         self.after_part: Callable[[], None] = lambda: None
         """Called at the end of the build and of each step."""
@@ -140,6 +142,7 @@ def _dispatch_in_ranges(observer: Observer, outside: OutsideState | None) -> _to
     to ops. With ``outside``, tensors from outside of ``build`` are saved before an op writes them."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
+        """Run an op under the observer, in its own range."""
         if outside is not None:
             outside.save_before(func, args, kwargs)
 

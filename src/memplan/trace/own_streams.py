@@ -95,6 +95,8 @@ def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Ite
     """Within this context, functions of ``module`` (`random`, `numpy.random`) draw from ``own`` in recording threads.
 
     Args:
+        module: with functions that are bound methods of ``shared``.
+        shared: the process's generator.
         own: a generator of the same kind; it starts in the state of ``shared``.
         others: further functions of the module -> their replacements.
     """

@@ -347,12 +347,21 @@ class _Recording(ObservedRun):
         counts: Mapping[Execution, int],
         compiled: _Compiled,
     ) -> None:
+        """Connect the parts of a recording: fake tensors, their observer, answers to scalar reads and, for a card, the
+        devices of tensors.
+
+        Args:
+            target: what the step is recorded for.
+            on_card: whether the step names CUDA, as far as known ("unknown", "named", "everything").
+            known: extends the semantics of the device's kernels.
+            overrides: branches that go in their other direction, and scalar reads that return another value.
+            counts: executions of lines -> number of elements that values select there.
+            compiled: how compiled functions run; notes whether the step has any.
+        """
         self.on_card: OnCard = on_card
         self._compiled = compiled
         self.counts = counts
-        """Executions of lines -> number of elements that values select there."""
         self.overrides = overrides
-        """Overridden branches and scalar reads."""
         self._target = target
         place = Place()
         self._printed = CapturedOutput()
@@ -381,6 +390,7 @@ class _Recording(ObservedRun):
         self._loading = LoaderWatch(self.observer.ledger, pins=target.card is not None)
         self._running = Running(target, self._suspended, loading=self._loading)
         if target.card is not None:
+            # functions, as their values change while the step runs
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self.observer.ledger, inside, self._mode.owns, on_card)
             self.observer.card = self._card

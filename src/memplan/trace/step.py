@@ -151,8 +151,8 @@ def copy_module(module: nn.Module) -> nn.Module:
         for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo and _torch.has_shape(tensor):
                 with _torch.no_modes():  # a fake mode reads .grad, which warns for a tensor that is not a leaf
-                    plain = tensor.detach()
-                new = like(plain)
+                    detached = tensor.detach()
+                new = like(detached)
                 new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
                 memo[id(tensor)] = new
             elif isinstance(tensor, torch.Generator):  # it has a real state
@@ -193,6 +193,7 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
     inputs, kwargs, targets = _placed((options.inputs, dict(options.kwargs), options.targets), device)
 
     def infer() -> None:
+        """Run the model without gradients, and free its output."""
         with torch.no_grad(), _autocast(options, device):
             output = model(*inputs, **kwargs)
         del output
@@ -399,6 +400,7 @@ def title_of(what: Any, otherwise: str) -> str:
 
 
 def _describe(value: Any) -> str:
+    """Return what a callable returned, for a message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     return "None" if value is None else f"a value of type {type(value).__name__}"

@@ -172,6 +172,7 @@ def _band(
     # the last quantile whose peak is at most `low`, and the first whose peak is at least `high`
     lowest = quantiles[max(0, bisect_right(quantiles, low, key=peak_at) - 1)]
     highest = quantiles[min(bisect_left(quantiles, high, key=peak_at), len(quantiles) - 1)]
+    # widened by the error of the formulas for the sizes
     return tuple(
         ExpectedSize(
             storage,
@@ -186,13 +187,14 @@ class _Sizes:
     """The possible workspaces of a convolution, in ascending order, with their cumulative probabilities."""
 
     def __init__(self, expected: ExpectedWorkspace) -> None:
+        """``expected``: possible sizes in ascending order, with their probabilities."""
         self.sizes = expected.sizes
         """Bytes as requested."""
         self.blocks = [round_to_blocks(size) for size in expected.sizes]
         """Bytes in the allocator's blocks."""
         self.cumulative = [min(1.0, total) for total in accumulate(expected.probabilities)]
         """By workspace: the probability that it is this one or a smaller one."""
-        self.cumulative[-1] = 1.0
+        self.cumulative[-1] = 1.0  # whatever the rounding of the sum
 
     def at(self, quantile: float) -> int:
         """Return the workspace in bytes at a quantile."""

@@ -47,6 +47,7 @@ class Numbers:
     """Gives streams or pools numbers in order of appearance; 0 is the default stream or pool."""
 
     def __init__(self, default: Any) -> None:
+        """``default``: torch's id of the default stream or pool, which is number 0."""
         self.known: dict[Any, int] = {default: 0}
         """By id of torch: the number."""
 

@@ -74,6 +74,7 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
         if row.action == "alloc":
             candidates = profiled[row.address]
             recorded = candidates[0].allocated if candidates else None
+            # else the profiler has missed this allocation, as in a thread of the step
             matches = recorded is not None and recorded.bytes == round_to_blocks(max(row.bytes, 1))
             allocation = candidates.popleft() if matches else _Allocation()
             append_event(row.address, row.bytes, allocation.allocated)

@@ -40,6 +40,7 @@ class _ProgramOnCard:
     """A program that creates all its tensors on the card."""
 
     def __init__(self, program: Program) -> None:
+        """``program``: runs with the card as default device."""
         self._program = program
         self.title = program.title
 
@@ -56,9 +57,11 @@ class _ProgramOnCard:
 @contextmanager
 def _card_is_default() -> Iterator[None]:
     """Within this context, tensors are created on the card, and autocast for the CPU is that for CUDA."""
-    plain = torch.autocast
+    autocast = torch.autocast
 
-    class CardAutocast(plain):
+    class CardAutocast(autocast):
+        """Autocast of CUDA where the step asks for the CPU's."""
+
         def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
             super().__init__("cuda" if device_type == "cpu" else device_type, *args, **kwargs)
 

@@ -94,7 +94,7 @@ def run_dry(
     if device is None:
         raise DeviceError("a dry run of no card", expected="device, the card to emulate", do="Name one: device='h100'")
     card = find(str(device))
-    description(card)
+    description(card)  # raises here, before anything is built, for a card without clocks
     torch = find_torch(environment)
     library = library_for(torch)
     serialized = build if isinstance(build, Packed) else packed(build, _version(torch))
@@ -175,6 +175,7 @@ def _ended(status: int, stderr: str) -> MemplanError:
 
 
 def _with_environment_notes(trace: Trace, torch: CudaTorch) -> Trace:
+    """Return the trace with notes about settings of the allocator in the environment, and an untested torch."""
     notes, settings = trace.notes, allocator_settings()
     if settings is not None:
         notes += (f"the allocator ran with {settings}: simulate takes it as settings",)

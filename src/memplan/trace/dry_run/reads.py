@@ -84,5 +84,6 @@ class Reads:
         return run_and_note
 
     def _add(self, kind: str, text: str) -> None:
+        """Count a read, an `Assumption` of this kind and text, at the user's current line."""
         key = (kind, text, user_frame())
         self._counts[key] = self._counts.get(key, 0) + 1

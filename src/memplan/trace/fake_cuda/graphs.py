@@ -25,6 +25,7 @@ class Graphs:
     """The running capture, and the emulated `torch.cuda.CUDAGraph`."""
 
     def __init__(self, card: Card) -> None:
+        """Make the class `Graph`, whose instances set the pool of the card's ledger while they capture."""
         self._card = card
         self._pools = dict[Handle, int]()
         """Number of each pool that a capture allocated from, as in the ledger."""
@@ -33,7 +34,7 @@ class Graphs:
         self._keeps_random_state = False
         """Whether seed and offset of the random numbers are allocated."""
         self.is_capturing = False
-        graphs = self
+        graphs = self  # for the methods of `Graph`, whose `self` is a graph
 
         class Graph:
             """`torch.cuda.CUDAGraph` of this recording."""

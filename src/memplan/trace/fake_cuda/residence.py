@@ -35,6 +35,8 @@ class Card:
     def __init__(
         self, ledger: Ledger, inside: Callable[[], bool], is_own: Callable[[torch.Tensor], bool], on_card: OnCard
     ) -> None:
+        """``on_card``: whether the step names CUDA, as far as known before the recording: "unknown"; "named": it does;
+        "everything": it does not, so all its tensors are on the card."""
         self.ledger = ledger
         self._inside = inside
         """Returns whether an op is dispatched, to which ``tensor.device`` is the CPU."""

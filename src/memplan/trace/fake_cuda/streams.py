@@ -18,7 +18,7 @@ class Stream:
         type(self).count += 1
         self.stream_id = self.cuda_stream = type(self).count
         """Its number among the streams of its class, from 1."""
-        self.device_type, self.priority = 1, priority
+        self.device_type, self.priority = 1, priority  # c10::DeviceType::CUDA
 
     @property
     def device(self) -> torch.device:
@@ -80,8 +80,9 @@ class Streams:
     """The current stream of a recording, and the functions of `torch.cuda` that set it."""
 
     def __init__(self, card: Card) -> None:
+        """Make the classes `Stream` and `StreamContext`, whose instances set the current stream of this object."""
         self._card = card
-        streams = self
+        streams = self  # for the classes' methods
 
         class OfThisRecording(Stream):
             """Stream ids start again with every recording."""
@@ -102,6 +103,7 @@ class Streams:
 
         self.Stream, self.StreamContext = OfThisRecording, ContextOfThisRecording
         self.default = OfThisRecording()
+        # the default stream is number 0, the first that the step creates number 1
         self.default.stream_id = self.default.cuda_stream = OfThisRecording.count = 0
         self._current: Any = self.default
 
@@ -135,11 +137,12 @@ class OnDevice:
     """Replaces `torch.cuda.device` and `torch.cuda.device_of`: there is only one device."""
 
     def __init__(self, device: Any = None) -> None:
+        """Accept the recording's card: an index, a name, a `torch.device`, a tensor on it, or None."""
         if not isinstance(device, torch.Tensor) and device is not None:
             from memplan.trace.fake_cuda.residence import device_of_argument
 
             device_of_argument(device)  # raises for a second card
-        self.idx, self.prev_idx = 0, 0
+        self.idx, self.prev_idx = 0, 0  # as `torch.cuda.device` has them
 
     def __enter__(self) -> OnDevice:
         return self

@@ -87,15 +87,15 @@ class _Tensors:
                     return make(*args, **kwargs)
                 with card.placing(CPU):  # a default device, if set, is applied within
                     return _pinned(make(*args, **kwargs)) if pins else make(*args, **kwargs)
-            place = self.device_from_user(device)
-            if place.type not in ("cuda", "cpu"):  # "meta"
+            target = self.device_from_user(device)
+            if target.type not in ("cuda", "cpu"):  # "meta"
                 return make(*args, **kwargs)
-            with card.placing(place):
+            with card.placing(target):
                 value = make(*args, **kwargs | {"device": CPU})
             # `torch.as_tensor` may return its argument, which may be on the other device
-            if isinstance(value, torch.Tensor) and self._moves(value, place):
-                return self._move(value, place)
-            return _pinned(value) if pins and place.type == "cpu" else value
+            if isinstance(value, torch.Tensor) and self._moves(value, target):
+                return self._move(value, target)
+            return _pinned(value) if pins and target.type == "cpu" else value
 
         make_on_device.__name__ = getattr(make, "__name__", "made")
         return make_on_device
@@ -107,14 +107,15 @@ class _Tensors:
         device, others, kwargs = _split_device(args, kwargs)
         if device is None:
             return _TO(tensor, *others, **kwargs)
-        place = self.device_from_user(device)
-        if place.type not in ("cuda", "cpu"):
-            return _TO(tensor, place, *others, **kwargs)
-        if not self._moves(tensor, place):
+        target = self.device_from_user(device)
+        if target.type not in ("cuda", "cpu"):  # "meta"
+            return _TO(tensor, target, *others, **kwargs)
+        if not self._moves(tensor, target):
             return _TO(tensor, *others, **kwargs) if others or kwargs else tensor
-        return self._move(tensor, place, *others, **kwargs)
+        return self._move(tensor, target, *others, **kwargs)
 
     def cuda(self, tensor: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """Emulate `torch.Tensor.cuda`."""
         if not self._card.inside():
             self._card.note_cuda_named()
         return self.to(tensor, card_of_rank() if device is None else device, **kwargs)
@@ -157,20 +158,21 @@ class _Tensors:
             if number != entry.stream and number not in entry.used_on:
                 entry.used_on += (number,)
 
-    def _moves(self, tensor: Any, place: torch.device) -> bool:
-        """Return whether a tensor has to be copied to be on ``place``, the CPU or the card."""
-        if self._card.everything:
+    def _moves(self, tensor: Any, target: torch.device) -> bool:
+        """Return whether a tensor has to be copied to be on ``target``, the CPU or the card."""
+        if self._card.everything:  # the step names no device: all its tensors stay on the card
             return False
-        return (place.type == "cuda") != self._card.holds(tensor)
+        return (target.type == "cuda") != self._card.holds(tensor)
 
-    def _move(self, tensor: Any, place: torch.device, *others: Any, **kwargs: Any) -> Any:
+    def _move(self, tensor: Any, target: torch.device, *others: Any, **kwargs: Any) -> Any:
         """Copy a tensor to the other device; the further arguments are those of `torch.Tensor.to`."""
         layout = kwargs.pop("memory_format", None) or torch.preserve_format
         with _torch.no_modes():
-            target = _TO(torch.empty((), dtype=tensor.dtype, device="meta"), *others, **kwargs)  # parses the arguments
+            empty = torch.empty((), dtype=tensor.dtype, device="meta")
+            dtype = _TO(empty, *others, **kwargs).dtype  # torch parses the arguments
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return _DeviceCopy.apply(tensor, self._card, place, target.dtype, layout)
-        return _copy_to(tensor, self._card, place, target.dtype, layout)
+            return _DeviceCopy.apply(tensor, self._card, target, dtype, layout)
+        return _copy_to(tensor, self._card, target, dtype, layout)
 
 
 def _pinned(tensor: Any) -> Any:
@@ -182,6 +184,7 @@ def _pinned(tensor: Any) -> Any:
 
 
 def _is_pinned(tensor: Any) -> bool:
+    """Return whether the recording has noted a tensor as in pinned memory."""
     running = running_recording()
     return running is not None and running.loading is not None and running.loading.is_pinned(tensor)
 
@@ -199,18 +202,21 @@ class _DeviceCopy(torch.autograd.Function):
     """A differentiable copy between host and card."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, card: Any, place: Any, dtype: Any, layout: Any) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: Any, card: Any, target: Any, dtype: Any, layout: Any
+    ) -> Any:
+        """Copy a tensor to the device ``target``, with this dtype and memory format."""
         ctx.card, ctx.dtype, ctx.source = card, tensor.dtype, CUDA if card.holds(tensor) else CPU
-        return _copy_to(tensor, card, place, dtype, layout)
+        return _copy_to(tensor, card, target, dtype, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         return _copy_to(gradient, ctx.card, ctx.source, ctx.dtype, torch.preserve_format), None, None, None, None
 
 
-def _copy_to(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
-    """Copy a tensor to ``place`` below autograd."""
-    with card.placing_only(place):
+def _copy_to(tensor: Any, card: Card, target: torch.device, dtype: torch.dtype, layout: Any) -> Any:
+    """Copy a tensor to ``target`` below autograd."""
+    with card.placing_only(target):
         return _torch.copied(tensor, dtype, layout)
 
 

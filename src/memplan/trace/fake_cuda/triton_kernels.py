@@ -26,6 +26,7 @@ def installed(launched: Launched) -> Iterator[None]:
     from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        """Replace `JITFunction.run`, which launches a kernel: report its name and tensors."""
         values = [getattr(leaf, "base", leaf) for leaf in _torch.tree_leaves((args, kwargs))]  # of a TensorDescriptor
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         while hasattr(kernel, "fn"):  # an autotuner contains a kernel, and that its function

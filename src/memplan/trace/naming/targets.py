@@ -51,12 +51,11 @@ class Target:
 
 
 class ByName:
-    """A target's callable that is pickled as the target's text: the receiving process resolves it again.
-
-    ``argv``: ``sys.argv[1:]`` to set in the receiving process.
-    """
+    """A target's callable that is pickled as the target's text: the receiving process resolves it again."""
 
     def __init__(self, text: str, argv: tuple[str, ...] = ()) -> None:
+        """Resolve a target such as ``train.py:make``, whose import sees ``argv`` as ``sys.argv[1:]``, here and in a
+        process that unpickles this."""
         self._text, self._argv = text, argv
         sys.argv = [text.rpartition(":")[0], *argv]
         self._target = resolve(text)

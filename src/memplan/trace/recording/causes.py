@@ -114,7 +114,7 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
             id=entry.id, bytes=entry.bytes, cause=cause, born=entry.born, died=entry.died, op=entry.op,
             dtype=entry.dtype, shape=entry.shape, device=entry.device, name=names.storages.get(weight, ""),
             sharers=tuple(sharers.get(entry.id, ())), low=entry.low, used_on=entry.used_on,
-            stream=entry.stream + entry.pool * PRIVATE_POOL,
+            stream=entry.stream + entry.pool * PRIVATE_POOL,  # stream and pool in a single number
         ))  # fmt: skip
     forms = observer.forms
     returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in forms.returned)
@@ -306,6 +306,8 @@ def _cause(
         sharers: storage -> the forward ops that saved it for backward.
         updated: storages that updates write in place.
         computed: storages that forward ops compute in modules.
+        collective: operands of collective operations.
+        first_step: tick at which building ended.
     """
     ownership = observer.ownership
     if entry.id in ownership.workspaces:

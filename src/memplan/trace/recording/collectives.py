@@ -57,7 +57,7 @@ def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
         moves = op.name.startswith(_LIBRARIES) or op.name.split(".")[1] in _MOVES | {"add_"}
         if op.phase == "backward" and moves and not gradients.isdisjoint(op.writes):
             gradients |= {operand.storage for operand in op.reads} - before_backward
-    buffers = sent - computed_with
+    buffers = sent - computed_with  # of the library, such as FSDP's for all parameters of a block
     return Collective(gathered - buffers, buffers, gradients - buffers)
 
 
@@ -74,10 +74,10 @@ def gloo_copies(ops: Sequence[Op], storages: Sequence[Storage]) -> int:
 
     gathered = reduced = 0
     for op in ops:
-        if op.name.startswith(_LIBRARIES[:3]):
+        if op.name.startswith(_LIBRARIES[:3]):  # it communicates; ops of "fsdp." pack and unpack
             reads, writes = {operand.storage for operand in op.reads}, set(op.writes)
             if "gather" in op.name:
                 gathered = max(gathered, total(writes))
             elif "reduce_scatter" in op.name:
-                reduced = max(reduced, total(reads - writes or reads))
+                reduced = max(reduced, total(reads - writes or reads))  # a result may be among the arguments
     return gathered + reduced

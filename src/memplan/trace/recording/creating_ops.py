@@ -37,6 +37,7 @@ class CreatingOps:
                     self.by_sequence_number[number] = index
         for number in range(self._newest_assigned + 1, newest + 1):
             self.by_sequence_number[number] = index
+        # of the new nodes, the CopySlices node of the previous op is the first
         if self._copy_slices_op is not None and newest > self._newest_assigned:
             self.by_sequence_number[self._newest_assigned + 1] = self._copy_slices_op
         self._newest_assigned = max(newest, self._newest_assigned)

@@ -121,7 +121,7 @@ def form_of(
     node = _torch.backward_node()
     table = CARD_FORMS if device == ON_CARD else FORMS
     form = None if node is None else table.get(node.name(), {}).get(op)
-    if isinstance(form, tuple):
+    if isinstance(form, tuple):  # of each call of this op by the node, the last also of all further calls
         form = form[min(_calls_before(op, notes), len(form) - 1)]
     if form is None or not _torch.called_by_engine():  # called by a hook, not by the formula
         return None

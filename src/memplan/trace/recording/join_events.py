@@ -113,6 +113,7 @@ STEP = "step"
 
 
 def _starts_of_steps(plain: _torch.Profile) -> list[int]:
+    """Return the times in ns at which the steps of the plain run begin: those of its marks."""
     names = takewhile(plain.ranges.__contains__, (f"{STEP}{number}" for number in count()))
     return [plain.ranges[name][0] for name in names][:-1]  # the last mark is the end of the last step
 
@@ -149,6 +150,7 @@ class _Events:
     """The allocator's events of a profile as a clock: ticks count them from 1, without frees of older allocations."""
 
     def __init__(self, record: _torch.Profile) -> None:
+        """Count the allocator's events of a profile from 1; the numbers are ticks."""
         self.allocations: list[_Allocation] = []
         self.times: list[int] = []
         """Time of each event in ns: tick t is the event at position t - 1."""
@@ -156,7 +158,7 @@ class _Events:
         """By address: the allocations there, in order."""
         live: dict[int, _Allocation] = {}
         for address, size, time, _, call in record.events:
-            if size < 0 and address not in live:
+            if size < 0 and address not in live:  # frees what was allocated before the profile began
                 continue
             self.times.append(time)
             tick = len(self.times)
@@ -303,6 +305,7 @@ def _renumbered(op: Op, number_of: dict[int, int]) -> Op:
 
 
 def _renumbered_form(form: Form, number_of: dict[int, int]) -> Form:
+    """Return the form with new numbers of its tensors' storages. ``number_of``: old -> new."""
     names = [name for name, _ in form.reads]
     views = _renumbered_views([view for _, view in form.reads], number_of)
     return replace(form, reads=tuple(zip(names, views, strict=True)), writes=_renumbered_views(form.writes, number_of))

@@ -261,6 +261,7 @@ class Ledger:
         return entry
 
     def _change_level(self, size: int) -> None:
+        """Add bytes that were allocated on the card to the level; ``size`` is negative for bytes that were freed."""
         self.level += round_to_blocks(size) if size > 0 else -round_to_blocks(-size)
         self.peak = max(self.peak, self.level)
 
@@ -276,7 +277,7 @@ class Ledger:
                 entry.device = ON_CARD
             if _torch.is_zero(tensor):  # a gradient known to be zero has no memory
                 entry.bytes, entry.foreign = 0, True
-            elif "" in _torch.inner_tensors(tensor):
+            elif "" in _torch.inner_tensors(tensor):  # the tensor itself: it is no wrapper subclass
                 entry.address = storage.data_ptr()
             else:  # a wrapper subclass: its memory is that of its inner tensors
                 entry.bytes, entry.foreign = 0, True

@@ -23,17 +23,16 @@ _MOST = 100_000
 
 
 class LoaderWatch:
-    """Records passes over data loaders, and storages in pinned and shared memory.
-
-    ``pins``: whether there is a card, so that loaders with ``pin_memory=True`` pin.
-    """
+    """Records passes over data loaders, and storages in pinned and shared memory."""
 
     def __init__(self, ledger: Ledger, *, pins: bool) -> None:
+        """``pins``: whether there is a card, so that loaders with ``pin_memory=True`` pin."""
         self._ledger = ledger
         self._pins = pins
         self._is_loading = False
         """Whether a batch is being loaded: loaders within loaders are not passes of the step."""
         self._passes: list[_Pass] = []
+        """All passes over loaders so far."""
         self._data_sets = ObjectNumbers()
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """By live iterator: its loader."""
@@ -70,8 +69,10 @@ class LoaderWatch:
         """Return the batch that ``fetch`` returns, and record its bytes. Nested calls record nothing.
 
         Args:
+            loader: a `DataLoader`; batches of other objects are not recorded.
             fetch: loads the batch, or raises StopIteration.
             iterator: the iterator over the loader, with which the pass ends at the latest.
+            length: number of batches of the pass, if it is not the loader's.
         """
         if self._is_loading or not isinstance(loader, DataLoader):
             return fetch()
@@ -187,9 +188,17 @@ class ObjectNumbers:
 
 
 class _Pass:
-    """A pass over a loader, so far. Attributes without a description are as in `LoaderUse`."""
+    """A pass over a loader, so far."""
 
     def __init__(self, loader: Any, data_set: int, pins: bool, tick: int) -> None:
+        """Begin a pass at a tick. Attributes without a description are fields of `LoaderUse`, which describes them.
+
+        Args:
+            loader: a `DataLoader`.
+            data_set: number that identifies its data set.
+            pins: whether there is a card, so that a loader with ``pin_memory=True`` pins.
+            tick: allocations and frees before.
+        """
         self.source: Callable[[], Any] = lambda: None
         """Returns the object with whose lifetime the pass ends: the iterator or, with persistent workers, the loader;
         None after the end."""
@@ -212,7 +221,7 @@ class _Pass:
         self.length = _length(loader)
 
     def end_with(self, tick: int) -> None:
-        if self.end is None:
+        if self.end is None:  # a pass ends once: with its last batch, or with its iterator
             self.end = tick
 
     def row(self) -> LoaderUse:

@@ -60,15 +60,15 @@ class _Storages:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, _torch.FakeTensor) or leaf.layout != torch.strided:
             return leaf
         with _torch.no_modes():
-            plain, needs_grad = leaf.detach().as_subclass(torch.Tensor), leaf.requires_grad
-            storage, dtype, shape, strides = plain.untyped_storage(), plain.dtype, tuple(plain.shape), plain.stride()
-            owns_storage = storage.nbytes() == plain.numel() * plain.element_size()
+            real, needs_grad = leaf.detach().as_subclass(torch.Tensor), leaf.requires_grad
+            storage, dtype, shape, strides = real.untyped_storage(), real.dtype, tuple(real.shape), real.stride()
+            fills_storage = storage.nbytes() == real.numel() * real.element_size()
             is_integral = not dtype.is_floating_point and not dtype.is_complex
-            values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
-            address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
+            values = real.tolist() if is_integral and fills_storage and real.numel() <= _KNOWN else None
+            address, size, offset = storage.data_ptr(), storage.nbytes(), real.storage_offset()
         is_new = address not in self._recorded
         device = self._here(self._device_of(address), size if is_new else 0)
-        if values is not None and self._file is None:
+        if values is not None and self._file is None:  # tensors of a mapped file share its memory
             return torch.tensor(values, dtype=dtype, device=device)
         if not size:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -116,8 +116,8 @@ class _Moved:
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
-        self.place: str | torch.device = HOST
-        """The device to which it was moved."""
+        self.device: str | torch.device = HOST
+        """The device to which the function moves it."""
 
     def cpu(self) -> _Moved:
         return self.to(HOST)
@@ -129,7 +129,7 @@ class _Moved:
 
     def to(self, device: Any = None, **_: Any) -> _Moved:
         """Note the device to which a ``map_location`` function moves the storage, which stays where it is."""
-        self.place = device
+        self.device = device
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -146,7 +146,7 @@ def place_of(storage: Any, location: str, map_location: Any) -> str | torch.devi
         moved = map_location(_Moved(storage), location)
         if moved is None:  # torch then ignores map_location
             return location
-        return moved.place if isinstance(moved, _Moved) else HOST
+        return moved.device if isinstance(moved, _Moved) else HOST
     return location if map_location is None else map_location
 
 

@@ -145,6 +145,15 @@ class Observer:
         on_card: bool = False,
         events: Events | None = None,
     ) -> None:
+        """Begin with an empty ledger.
+
+        Args:
+            place: tracks which module, phase and line runs.
+            real: whether tensors have memory, as in a measurement; a recording's are fake.
+            semantics: results and temporaries of ops on the step's device; None: ops run as torch runs them.
+            on_card: whether real tensors may be on a card.
+            events: answers scalar reads and gets assumptions, in a recording; None in a measurement.
+        """
         self.place = place
         self.ledger = Ledger(real=real, card=on_card)
         self.notes: list[Note] = []
@@ -164,7 +173,9 @@ class Observer:
         """Devices of tensors in a recording for a card; else None."""
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
+        """Calls of the forward ops."""
         self.engine = EngineForms(self.ledger)
+        """Recognizes ops that run in place without a dispatch mode."""
         self._without_vectors = False
         """Whether the running function needs singular values or eigenvalues without their vectors."""
         self._scalars = SavedScalars(self.ledger)

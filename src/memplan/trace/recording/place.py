@@ -75,10 +75,10 @@ def instruction(frame: FrameType) -> int:
     When a specialized instruction calls a Python function inline (`x[i]` by a `__getitem__` in Python), `f_lasti` is
     the offset of the last inline cache after the instruction.
     """
-    at, code = frame.f_lasti, frame.f_code.co_code
-    while dis.opname[code[at]] == "CACHE":
-        at -= 2
-    return at
+    offset, code = frame.f_lasti, frame.f_code.co_code
+    while dis.opname[code[offset]] == "CACHE":
+        offset -= 2  # bytes of an instruction
+    return offset
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
@@ -197,11 +197,11 @@ class Place:
             self._add_module(module)
 
     def _add_module(self, module: nn.Module) -> bool:
-        """Register a module, as the last one also where one that is gone had its id(). Return whether it is new."""
+        """Register a module as the last. Return whether it is new, also if an earlier module had its id()."""
         known = self.modules.get(id(module))
         if known is not None and known() is module:
             return False
-        self.modules.pop(id(module), None)
+        self.modules.pop(id(module), None)  # else it would stand in the dict where the earlier module did
         self.modules[id(module)] = weakref.ref(module)
         return True
 
@@ -259,11 +259,12 @@ class Place:
         return restore_and_note
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
+        """Enter a module, as a forward pre-hook of all modules."""
         if threading.get_ident() != self._thread:
             return
         module = _torch.hooked_module(module)
         known = self.modules.get(id(module))
-        if known is None or known() is not module:
+        if known is None or known() is not module:  # a new module can have the id() of one that is gone
             self.add_modules(module)
         if not self._stack:
             self.called.append(id(module))
@@ -285,6 +286,7 @@ class Place:
                 self.on_result(id(module), result)
 
     def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Enter an optimizer's `step`, as a pre-hook of all optimizers."""
         if threading.get_ident() != self._thread:
             return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
@@ -293,6 +295,7 @@ class Place:
         self._optimizers_running += 1
 
     def _end_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Leave an optimizer's `step`, as a post-hook of all optimizers."""
         if threading.get_ident() != self._thread:
             return
         self._optimizers_running -= 1

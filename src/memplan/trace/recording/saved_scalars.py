@@ -29,6 +29,7 @@ class _Token:
     __slots__ = ("_entry", "_owner")
 
     def __init__(self, owner: SavedScalars, entry: Entry) -> None:
+        """``entry``: the scalar's, in the ledger of ``owner``."""
         self._owner, self._entry = owner, entry
 
     def __del__(self) -> None:

@@ -437,6 +437,7 @@ def _accelerate_states() -> list[dict[str, Any]]:
 
 
 def _allowed_tf32() -> bool | None:
+    """Return whether cuDNN may compute in TF32; None if torch refuses to say, as after a mix of its two settings."""
     try:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
@@ -479,7 +480,7 @@ def _loaded_in_order() -> Iterator[None]:
             running.loading.iterates(self, iterator)
         return iterator
 
-    samplers = (
+    samplers = (  # (class, its `__iter__`, which yields indices of samples in order)
         (RandomSampler, lambda self: (number % len(self.data_source) for number in range(self.num_samples))),
         (WeightedRandomSampler, _weighted_in_order),
         (SubsetRandomSampler, lambda self: iter(self.indices)),
@@ -567,6 +568,7 @@ def _build(build: Callable[[], Step], observer: Observer) -> Step:
 
 
 def _describe(value: object) -> str:
+    """Return what `build` returned, for a message."""
     if isinstance(value, torch.nn.Module):
         return f"the module {type(value).__name__}"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -579,6 +581,7 @@ class located:
     """
 
     def __init__(self, observer: Observer, what: str) -> None:
+        """``what`` runs in this context, for messages: "build", or "step 1"."""
         self._observer = observer
         self._what = what
 

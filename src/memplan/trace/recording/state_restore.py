@@ -114,6 +114,7 @@ def _copied(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an op's argument: the argument itself, or the items of a list."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, torch.Tensor):
             yield item

@@ -95,13 +95,15 @@ class ScalarPolicy:
     """Answers every scalar read of a recording, and records where values decide branches and sizes.
 
     A read returns the largest possible value if the range is known, else 1; conditions follow from that.
-
-    Args:
-        shares: the user's assumptions of how much is selected, by line.
-        overrides: branches that go in their other direction, and reads that return another value.
     """
 
     def __init__(self, shares: Shares, overrides: Overrides = frozenset()) -> None:
+        """Begin without assumptions.
+
+        Args:
+            shares: the user's assumptions of how much is selected, by line.
+            overrides: branches that go in their other direction, and reads that return another value.
+        """
         self._shares, self._overrides = shares, overrides
         self.assumed = Assumed()
         """Assumptions so far."""
@@ -188,7 +190,7 @@ class ScalarPolicy:
         if bound is not None and share != 1.0:
             value = bound[0] + share * (bound[1] - bound[0])
             return math.ceil(value) if whole else value
-        other, value = bound or (_THREE, _ONE)
+        other, value = bound or (_THREE, _ONE)  # smallest and largest value; without a range 3 and 1
         decides_nothing = other == value or (bound is None and not whole)  # no size follows from an unknown float
         if line is None or decides_nothing:
             return value
@@ -276,7 +278,7 @@ class ScalarPolicy:
         is assumed to be the largest possible."""
         if not any(map(is_symbolic, sizes)):
             return sizes
-        plain = [int.__add__(size, 0) for size in sizes]
+        plain = [int.__add__(size, 0) for size in sizes]  # ints that report no branches
         if rows in (-1, sum(plain)):
             return plain
         do = "Record even routing: leave the sizes out, or take the number of tokens over the number of ranks"

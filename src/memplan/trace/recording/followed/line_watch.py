@@ -49,11 +49,13 @@ class _FollowedFunction:
     """A followed function, with the spans of its lines."""
 
     def __init__(self, code: CodeType) -> None:
+        """``code``: of the function, or of a module."""
         self._code = code
         self._first_of = _first_lines_of_statements(code.co_filename)
         """Line of a statement with several lines -> its first line."""
         self.spans: dict[tuple[int, int, int, bool], int] = {}
-        """(line, start, end, cut) -> hits: iterations without allocations share an entry."""
+        """(line, start tick, end tick, whether the watch ended within it) -> how often it ran: iterations without
+        allocations share an entry."""
 
     def line(self, number: int | None) -> int:
         """Return the first line of the statement that contains line ``number``."""
@@ -64,6 +66,8 @@ class _FollowedFunction:
         return line in self._first_of
 
     def add(self, line: int, start: int, end: int, hits: int, *, cut: bool) -> None:
+        """Add a span of a line from tick ``start`` to ``end``. ``hits``: 1, or 0 where the line resumes; ``cut``:
+        whether the watch ended within it."""
         key = line, start, end, cut
         self.spans[key] = self.spans.get(key, 0) + hits
 

@@ -24,13 +24,10 @@ Execution = tuple[Line, int]
 
 
 class Shares:
-    """The user's assumptions of how much ops at a line select, as shares of the largest possible size.
-
-    Args:
-        assumed: ``FILE:LINE`` -> share, from 0 to 1. FILE is a path or the end of a path.
-    """
+    """The user's assumptions of how much ops at a line select, as shares of the largest possible size."""
 
     def __init__(self, assumed: Mapping[str, float]) -> None:
+        """``assumed``: ``FILE:LINE`` -> share, from 0 to 1. FILE is a path or the end of a path."""
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
         """(file, line number, share)."""
         self._used: set[str] = set()
@@ -59,13 +56,7 @@ class Shares:
 
 
 class Bounds:
-    """Results of ops that select by value: of the largest possible size, or of the share assumed for a line.
-
-    Args:
-        note_assumption: called with the name of an op, the assumed and the largest number of elements, and whether the
-            number is from ``counts``.
-        counts: execution of a line -> number of elements that values select there, if known.
-    """
+    """Results of ops that select by value: of the largest possible size, or of the share assumed for a line."""
 
     def __init__(
         self,
@@ -74,6 +65,15 @@ class Bounds:
         range_of: RangeOf,
         counts: Mapping[Execution, int],
     ) -> None:
+        """Begin before the first line.
+
+        Args:
+            shares: the user's, by line.
+            note_assumption: called with the name of an op, the assumed and the largest number of elements, and whether
+                the number is from ``counts``.
+            range_of: returns the smallest and largest element of a tensor, or None.
+            counts: (line, number of earlier executions) -> number of elements that values select there, if known.
+        """
         self._shares = shares
         self._note_assumption = note_assumption
         self._range_of = range_of

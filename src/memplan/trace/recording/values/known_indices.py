@@ -17,6 +17,7 @@ class NoSuchRow(IndexError):
     """A position id beyond the last row of an embedding's table."""
 
     def __init__(self, position: int, rows: int) -> None:
+        """``position``: the index; ``rows``: of the table."""
         super().__init__(f"index {position} is out of range of a table of {rows} rows")
         self.rows = rows
 

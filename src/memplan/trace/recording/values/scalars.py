@@ -68,6 +68,7 @@ def _method(base: type, name: str) -> Callable[..., Any]:
     method = getattr(base, name)
 
     def call(self: Any, *others: Any) -> Any:
+        """Call the method on a number and, for a binary operator, its second operand."""
         result = method(self, *others)
         if result is NotImplemented and isinstance(others[0], float):
             return getattr(float, name)(float(self), *others)

@@ -151,6 +151,7 @@ def uses_onednn(
         return False
     if x.dtype is not torch.float32:
         return True
+    # the limits below are those of use_mkldnn
     kernel = weight.shape[-2:] if weight.dim() > 3 else (1, weight.shape[-1])
     batch, per_image = x.shape[0], prod(x.shape[1:4])
     strided_or_dilated = any(v > 1 for v in stride) or any(v > 1 for v in dilation)

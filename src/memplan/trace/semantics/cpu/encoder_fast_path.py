@@ -40,7 +40,7 @@ def attention_peak(
     masked_softmax = 0 if mask is None else scores
     if mask is not None and mask.dtype is not torch.bool:  # converted to bool, of the number of scores
         masked_softmax += score.numel()
-    return max(
+    return max(  # unit: bytes of the queries, as of the keys, the values and the output
         3 * unit + max(3 * unit, _linear(x, rows, width, 3 * width)),
         3 * unit + scores + max(masked_softmax, products),
         5 * unit + (scores if weights else 0) + _linear(x, rows, inputs=width, outputs=width),

@@ -19,7 +19,10 @@ def _block_rows(length: int) -> int:
 
 def forward(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Return the bytes of the blocks of all threads: scores, row sums and an output block in float32; in reduced
-    precision also packed keys and values."""
+    precision also packed keys and values.
+
+    Source of the limits: cpu/FlashAttentionKernel.cpp, cpu_flash_attention, with blocks of 512 keys.
+    """
     query, key, value = args[:3]
     threads, head_size = torch.get_num_threads(), query.shape[-1]
     rows, columns = _block_rows(query.shape[2]), min(512, key.shape[2])

@@ -159,7 +159,8 @@ def weight_gradient(conv: Shape) -> Work:
         return Work(conv.output_bytes(block), conv.weight_bytes(1, block), 0, other=conv.input_bytes(block))
     shallow = conv.volumetric and conv.padding[0] > 0 and conv.kernel[0] >= conv.input_space[0] + conv.padding[0]
     skips = conv.dilated and (conv.volumetric or conv.strided)
-    if shallow or skips or _goes_by_columns(conv, 8, 1) or conv.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
+    by_columns = _goes_by_columns(conv, group_block=8, row=1)
+    if shallow or skips or by_columns or conv.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
         return Work(0, conv.weight_bytes(), 0, _columns(conv) + 4 * torch.get_num_threads() * conv.weight_bytes())
     if conv.groups > 1:
         return Work(
@@ -192,10 +193,11 @@ def _goes_by_columns(conv: Shape, group_block: int, row: int) -> bool:
     """Return whether only the im2col kernel supports a convolution.
 
     Args:
-        s: the convolution.
+        conv: the convolution.
         group_block: the other kernels need groups whose channels are a multiple of this.
         row: results in a row, for which the other kernels unroll their code; it must stay short.
     """
+    # instructions for a row: at most 16 channels of a block, and at most 28 results, for which there are registers
     unrolled = conv.kernel[-1] * min(conv.inputs // conv.groups, 16) * min(row, 28)
     if conv.padded_beyond or (conv.depthwise and conv.volumetric) or unrolled > _MAX_UNROLLED:
         return True

@@ -59,6 +59,7 @@ def flash_forward(
     if q.dim() != 4 or dropout_p:
         return ()
     batch, length, heads, head_size = q.shape
+    # flash_api.cpp, set_params_splitkv: blocks of the kernel for split keys; two blocks for each multiprocessor
     key_block = 256 if head_size <= 64 else 128 if head_size <= 128 else 64
     query_blocks = batch * heads * ceil_div(length, 64)
     splits = flash_splits(query_blocks, 2 * arch.multiprocessors, ceil_div(k.shape[1], key_block))
@@ -79,7 +80,7 @@ def flash_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *
     gradient, q, k, v, out = (_by_length(t, heads_first and t.dim() == 4) for t in args[:5])
     heads, head_size = q.shape[-2:]
     if q.dim() == 3:  # sequences of different lengths, packed: (all rows, heads, head size)
-        batch = args[6].numel() - 1
+        batch = args[6].numel() - 1  # cumulative lengths, from 0 on
         rows = q.shape[0] + 128 * batch
     else:
         batch = q.shape[0]

@@ -48,6 +48,7 @@ class Autocast:
     """The state of CUDA autocast during a recording, with its cache of weight casts."""
 
     def __init__(self, on_card: OnCard) -> None:
+        """``on_card`` returns whether a tensor represents one on the card: others are not cast."""
         self._on_card = on_card
         self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         """(weight, its copy in low precision) by id() of the weight."""
@@ -174,6 +175,7 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

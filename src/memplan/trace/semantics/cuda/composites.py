@@ -89,6 +89,7 @@ def installed(
 
 
 def _overload(name: str) -> Any:
+    """Return the op of aten with a name such as ``softmax.int``; without an overload, the default."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(_ATEN, packet), overload or "default")
 
@@ -114,6 +115,14 @@ class _Table:
     """The CUDA decompositions: methods with the arguments of their op. For tensors on the host, the CPU's run."""
 
     def __init__(self, on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch]) -> None:
+        """Decompose for a card.
+
+        Args:
+            on_card: returns whether a tensor represents one on the card.
+            arch: the card's compute capability.
+            chosen: called with (name of an op that could run several kernels, reason for the choice).
+            others: compute capabilities whose choices are compared with the card's.
+        """
         self._on_card = on_card
         self._arch = arch
         self._chosen = chosen
@@ -374,6 +383,7 @@ def _efficient(call: _Call) -> torch.Tensor:
 
 
 def _cudnn(call: _Call) -> torch.Tensor:
+    """Run cuDNN's attention."""
     mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
     kernel = _ATEN._scaled_dot_product_cudnn_attention.default
     compute_logsumexp = _needs_gradient(*call.heads)

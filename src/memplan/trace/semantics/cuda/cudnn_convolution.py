@@ -298,6 +298,7 @@ def backward_copies(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) 
 
 
 def _copies(operands: Sequence[torch.Tensor]) -> AllocationBytes:
+    """Bytes of the operands' copies in the layout in which cuDNN convolves. The last two are input and weight."""
     channels_last = in_channels_last(*operands[-2:]) and torch.backends.cudnn.enabled
     return nonzero(*(copied_operand(operand, channels_last) for operand in operands))
 

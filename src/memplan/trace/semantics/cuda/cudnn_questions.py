@@ -49,14 +49,16 @@ class _Call:
         options: tuple[Sequence[int], ...],
         transposed: bool,
     ) -> None:
+        """``options``: padding, stride and dilation, each with a number for all dimensions of space or one for each."""
         self._channels_last = in_channels_last(x, weight)
         self._dtype = x.dtype
         self._tensors = (y, weight, x) if transposed else (x, weight, y)
         """In the roles of cuDNN's convolution: its images, filter and result."""
         self._is_1d = x.dim() == 3  # computed in 2d, with a height of 1
         expanded = [tuple(option) * (x.dim() - 2 if len(option) == 1 else 1) for option in options]
+        of_height = (0, 1, 1)  # of the height that is added in 1d: no padding, a stride and a dilation of 1
         self._options = [
-            (default, *option) if self._is_1d else option for default, option in zip((0, 1, 1), expanded, strict=True)
+            (added, *option) if self._is_1d else option for added, option in zip(of_height, expanded, strict=True)
         ]
         """Padding, stride and dilation, by dimension of space."""
 

@@ -48,7 +48,8 @@ def _uses_fused_attention(x: torch.Tensor, heads: int, mask: torch.Tensor | None
     if mask is not None or head_size % 8:
         return False
     split = x.view(x.shape[0], -1, heads, head_size).transpose(1, 2)
-    arguments = split, split, split, None, 0.0, False, None, False
+    no_mask, dropout, is_causal, scale, grouped = None, 0.0, False, None, False
+    arguments = split, split, split, no_mask, dropout, is_causal, scale, grouped
     return sdpa_choice.choose(*arguments, arch=capability, enabled=enabled_now()).kernel != "math"
 
 

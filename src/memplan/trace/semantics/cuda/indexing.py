@@ -51,7 +51,7 @@ def radix_sort_bytes(count: int, key: int, value: int, arch: Arch, bits: int | N
     parts = [passes * 256 * 8, ceil_div(count, tile) * 256 * 4, passes * 4]
     if passes > 1:
         parts += [count * key, count * value]
-    return sum(padded(part, 256) for part in parts) + 255
+    return sum(padded(part, 256) for part in parts) + 255  # the beginning is aligned to 256 bytes, too
 
 
 def embedding(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> tuple[Temporary, ...]:
@@ -83,6 +83,7 @@ def _segment_sums(
     count, itemsize, accumulator = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
     partial_segments = count // _ROWS_PER_THREAD + segments
+    # segment_offsets, partials_per_segment and its offsets, both numbers of segments, partial_segment_offset, counts
     segment_arrays = [count, segments, segments, 1, 1, partial_segments, count if by_frequency else 0]
     sort_storage = radix_sort_bytes(count, key=itemsize, value=itemsize, arch=arch)
     return (

@@ -75,8 +75,9 @@ def staging_buffer(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch:
     blocks_per_result = max(ceil_div(values, _MOST_VALUES), to_fill_the_card)
     if blocks_per_result <= 1:
         return ()
-    slots = 1 if innermost else across * results_per_thread
-    return accumulator * results * blocks_per_result * slots, _SEMAPHORE * grid
+    # threads across a block that each have results of their own stage them apart (global_memory_size)
+    staged = 1 if innermost else across * results_per_thread
+    return accumulator * results * blocks_per_result * staged, _SEMAPHORE * grid
 
 
 def floor_power_of_two(n: int) -> int:

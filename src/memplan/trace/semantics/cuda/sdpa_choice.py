@@ -315,6 +315,7 @@ def _head_count_objections(call: _Call, name: str, *, gqa: bool, equal_kv: bool 
 
 
 def _empty_objections(call: _Call) -> Iterator[str]:
+    """Yield an objection if there are no queries or no keys."""
     if not call.query.shape[-2] or not call.key.shape[-2]:
         yield "an empty sequence, which no fused kernel takes"
 

@@ -81,6 +81,8 @@ class _Compared:
     """Allocations of a card's kernels, compared with those of the other cards of the catalogue."""
 
     def __init__(self, card: Device, kernels: Callable[[Arch], _Kernels], differing: set[str]) -> None:
+        """``kernels`` returns the allocations of kernels on a card with this architecture and number of
+        multiprocessors; ``differing`` gets the names of cards on which an op allocates differently."""
         self._arch = WatchedArch(card.architecture, card.multiprocessors)
         """Architecture of the card; notes whether it was read."""
         self._kernels = kernels(self._arch)
@@ -112,6 +114,7 @@ class _Kernels:
     def __init__(
         self, arch: Arch, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool
     ) -> None:
+        """``stream`` returns the number of the current CUDA stream, ``on_card`` whether a tensor is on the card."""
         self._arch = arch
         self._asks = asks
         """Whether cuDNN is asked for its workspaces."""
@@ -140,7 +143,7 @@ class _Kernels:
     ) -> list[Temporary]:
         """The allocations that the kernel of an op makes beyond its results."""
         temporaries: list[Temporary] = []
-        if name.endswith(".out"):  # the kernel of the functional op, whose result is there before
+        if name.endswith(".out"):  # the kernel of the functional op, whose result is allocated before
             name = f"{name.removesuffix('.out')}.default"
         is_fast_path = name in encoder_fast_path.OPS
         if is_fast_path or self._is_product_loop(name, args):
