@@ -86,6 +86,8 @@ def library_for(torch: CudaTorch) -> Library:
 def shared_library_of(source: Path, soname: str) -> Path:
     """Return a C source that needs no headers as a shared library; it is built unless the cache has it.
 
+    ``soname``: name by which programs that are linked with it load it.
+
     Raises:
         DeviceError: no compiler, or it does not compile.
     """

@@ -52,6 +52,8 @@ def explore_branches(
 ) -> Trace:
     """Record a step again with other values and branches, and return the trace with the largest peak. Its assumptions
     compare the outcomes of each choice.
+
+    ``record_again`` records the step under overrides; ``has_time`` returns whether it may be called once more.
     """
     exploration = _Exploration(first, record_again, has_time)
     exploration.run()
@@ -177,7 +179,10 @@ class _Exploration:
         return Assumption("branch" if times > 1 else "bound", text, where)
 
     def _read_row(self, line: Line) -> Assumption | None:
-        """Return the Assumption to report for the scalar reads of a line, or None if the peak does not depend on it."""
+        """Return the Assumption to report for the scalar reads of a line, or None if the peak does not depend on it.
+
+        It names the values with the largest and the smallest peak; or that other values were not recorded, or raised.
+        """
         choices = (Choice(line, "other value"), Choice(line, "in turn"))
         relevant = [choice for choice in choices if choice in self._first_reached_in.keys() - self._without_effect]
         if not relevant:

@@ -115,5 +115,6 @@ class Facts:
     def batch_size(self) -> int | None:
         """Size of the first training batch."""
         sizes = [batch.size for batch in self.batches if batch.size is not None]
+        # a loader is cut where its batches train nothing, as in validation
         training = [batch.size for batch in self.batches if batch.size is not None and not batch.cut]
         return (training or sizes or [None])[0]

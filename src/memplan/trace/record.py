@@ -117,7 +117,8 @@ def record(
 def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
     """Record a step as `record` does, for a `Target`.
 
-    Where an unknown value decides a branch, the step is recorded in both directions.
+    Where an unknown value decides a branch, the step is recorded in both directions. ``known`` extends the semantics of
+    the device's kernels, such as by workspaces that were measured.
     """
     as_rank = nullcontext()
     if target.world is not None and not isinstance(build, Program):  # a program creates its process groups itself
@@ -250,6 +251,8 @@ def _record(
         The last recording, with its trace, the error that ended it, or None (see `_Recording.run`).
 
     Args:
+        compiled: how compiled functions run; notes whether the step has any.
+        overrides: branches that go in their other direction, and scalar reads that return another value.
         counts: executions of lines -> number of elements that values select there.
         most_ops: for further recordings, the number of ops after which to give up; scalar reads then follow
             ``overrides`` alone.

@@ -147,8 +147,8 @@ def copy_module(module: nn.Module) -> nn.Module:
     TargetError if it cannot be copied."""
     memo: dict[int, Any] = {}  # id of a tensor -> its copy, which deepcopy then takes
     for part in module.modules():
-        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
-        for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
+        registered = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        for tensor in (*registered, *_torch.tree_leaves(list(vars(part).values()))):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo and _torch.has_shape(tensor):
                 with _torch.no_modes():  # a fake mode reads .grad, which warns for a tensor that is not a leaf
                     detached = tensor.detach()

@@ -86,9 +86,10 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
             if not _is_completed_at_once(history, index):
                 pending_frees[row.address] = number
         elif row.action == _FREE_COMPLETED and row.address in pending_frees:
+            # a trace has no completions: a call, after which the simulator reuses such blocks, stands for it
             awaited_frees.add(pending_frees.pop(row.address))
             calls.append((len(events), "synchronize"))
-        elif row.action == "segment_free":
+        elif row.action == "segment_free":  # as by `torch.cuda.empty_cache`
             calls.append((len(events), "empty_cache"))
     unique = tuple(dict.fromkeys(calls))
     return Events(replace(profile, events=events), tuple(pools), frozenset(awaited_frees), unique)

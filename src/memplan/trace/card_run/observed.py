@@ -65,6 +65,9 @@ def observed(
 
     Args:
         build: as for `memplan.measure`. If it puts nothing on CUDA, all its tensors are created on the card.
+        steps: how often the step runs.
+        snapshot_file: file to which to write torch's snapshot of its memory history, if any.
+        snapshot: whether to return that snapshot, too.
         around: returns the context in which the unmodified step runs.
 
     Raises:

@@ -224,6 +224,7 @@ def _buckets_on_card(card: Card) -> AbstractContextManager[None]:
     begin = parallel.__init__
 
     def begin_on_card(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Replace `DistributedDataParallel.__init__`."""
         first = next(module.parameters(), None)
         with card.placing(torch.device("cpu") if first is None else first.device):
             begin(self, module, *args, **kwargs)

@@ -44,7 +44,7 @@ class EngineForms:
         entry = self._ledger.find(target)
         if entry is None or entry.op is None or notes[entry.op].name not in _ZEROS:
             return False
-        later = notes[entry.op + 1 :]
+        later = notes[entry.op + 1 :]  # ops since: a formula runs few between, and none that reads the zeros
         if len(later) > _MAX_OPS_BETWEEN or any(entry.id == storage for note in later for _, storage in note.reads):
             return False
         return _torch.called_by_engine()

@@ -1,4 +1,4 @@
-"""Joins the allocator's events of a plain run of a step to the ops and storages of a run under a dispatch mode."""
+"""Joins the allocator's events of an unmodified run of a step to ops and storages of a run under a dispatch mode."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Joined:
 def join(
     parts: StepParts,
     entries: list[Entry],
-    named: _torch.Profile,
-    plain: _torch.Profile,
+    under_mode: _torch.Profile,
+    unmodified: _torch.Profile,
     libraries: Callable[[str], bool] = lambda call: False,
     lines: tuple[FunctionLines, ...] = (),
 ) -> Joined:
-    """Return a storage for each allocation of the plain run, with ticks of its allocator's events.
+    """Return a storage for each allocation of the unmodified run, with ticks of its allocator's events.
 
     Identity and cause come from the ledger entry at the same address and time in the run under a dispatch mode, as far
     as calls and allocations of the two runs match.
@@ -48,21 +48,23 @@ def join(
     Args:
         parts: of the run under the mode.
         entries: of its ledger.
-        named: its profile, with a mark for each op.
-        plain: the profile of the run without a mode.
+        under_mode: its profile, with a mark for each op.
+        unmodified: the profile of the run without a mode.
         libraries: returns whether a call's allocation without a tensor is a library's workspace.
-        lines: followed functions of the plain run, on the clock of its marks.
+        lines: followed functions of the unmodified run, on the clock of its marks.
     """
-    named = without_mode(named)
-    calls = matched_calls(named, plain)
-    named_events, events = _Events(named), _Events(plain)
-    same = _same_allocations(named_events, named, events, plain, calls)
-    in_named = _allocation_numbers(entries, _on_clock(parts.ops, named_events, named.ranges), named_events)
-    # id of a ledger entry -> number of its allocation in the plain run, which becomes the storage's id
-    number_of = {entry: same[number] for entry, number in in_named.items() if number in same}
-    ops = _on_clock(parts.ops, events, _op_ranges_of_plain_run(named, plain, calls))
-    op_of = _ops_of_calls(named, plain, calls)
-    steps = [events.tick(start) for start in _starts_of_steps(plain)]
+    under_mode = without_mode(under_mode)
+    calls = matched_calls(under_mode, unmodified)
+    events_under_mode, events = _Events(under_mode), _Events(unmodified)
+    same = _same_allocations(events_under_mode, under_mode, events, unmodified, calls)
+    numbers_under_mode = _allocation_numbers(
+        entries, _on_clock(parts.ops, events_under_mode, under_mode.ranges), events_under_mode
+    )
+    # id of a ledger entry -> number of its allocation in the unmodified run, which becomes the storage's id
+    number_of = {entry: same[number] for entry, number in numbers_under_mode.items() if number in same}
+    ops = _on_clock(parts.ops, events, _op_ranges_of_unmodified_run(under_mode, unmodified, calls))
+    op_of = _ops_of_calls(under_mode, unmodified, calls)
+    steps = [events.tick(start) for start in _starts_of_steps(unmodified)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}  # the first entry counts
     paired, read = set(same.values()), {operand.storage for op in parts.ops for operand in op.reads}
     starts = [op.start for op in ops]
@@ -74,7 +76,7 @@ def join(
             next_op = bisect_left(starts, allocation.born)
             op = op_of.get(allocation.call, next_op if next_op < len(ops) else None)
             is_part_of_op = op is not None and events.is_freed_before_next(allocation, ops[op])
-            is_workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
+            is_workspace = allocation.call >= 0 and libraries(unmodified.calls[allocation.call].name)
             if not is_part_of_op and not is_workspace:
                 lost += allocation.bytes
             storage = Storage(
@@ -82,7 +84,9 @@ def join(
             )
         storages.append(_with_allocation(storage, number, allocation, steps[0]))
     unpaired = [allocation for number, allocation in enumerate(events.allocations) if number not in paired]
-    outside = [entry for entry in entries if entry.id in read and entry.op is None and entry.id not in in_named]
+    outside = [
+        entry for entry in entries if entry.id in read and entry.op is None and entry.id not in numbers_under_mode
+    ]
     joined = StepParts(
         ops=tuple(_renumbered(op, number_of) for op in ops),
         storages=tuple(storages),
@@ -100,10 +104,10 @@ def join(
         returned=tuple(
             replace(module, tensors=_renumbered_views(module.tensors, number_of)) for module in parts.returned
         ),
-        lines=on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
+        lines=on_events(lines, lambda mark: events.tick(time_of(unmodified, mark))),
     )
     return Joined(
-        joined, lost, sum(entry.bytes for entry in outside), _names_of(unpaired, plain.calls),
+        joined, lost, sum(entry.bytes for entry in outside), _names_of(unpaired, unmodified.calls),
         sum(allocation.bytes for allocation in unpaired),
     )  # fmt: skip
 
@@ -112,17 +116,17 @@ STEP = "step"
 """Prefix of the profiler mark at which a step begins; the step's number follows."""
 
 
-def _starts_of_steps(plain: _torch.Profile) -> list[int]:
-    """Return the times in ns at which the steps of the plain run begin: those of its marks."""
-    names = takewhile(plain.ranges.__contains__, (f"{STEP}{number}" for number in count()))
-    return [plain.ranges[name][0] for name in names][:-1]  # the last mark is the end of the last step
+def _starts_of_steps(unmodified: _torch.Profile) -> list[int]:
+    """Return the times in ns at which the steps of the unmodified run begin: those of its marks."""
+    names = takewhile(unmodified.ranges.__contains__, (f"{STEP}{number}" for number in count()))
+    return [unmodified.ranges[name][0] for name in names][:-1]  # the last mark is the end of the last step
 
 
 def _with_allocation(storage: Storage, number: int, allocation: _Allocation, first_step: int) -> Storage:
     """Return the storage with number, size and lifetime of its allocation. ``first_step``: tick of its beginning."""
     cause = storage.cause
     if cause == "input" and allocation.died is not None and allocation.died <= first_step:
-        cause = "temporary"  # freed while building, in the plain run
+        cause = "temporary"  # freed while building, in the unmodified run
     born, died = allocation.born, allocation.died
     return replace(storage, id=number, cause=cause, bytes=allocation.bytes, born=born, died=died)
 
@@ -192,18 +196,22 @@ class _Events:
 
 
 def _same_allocations(
-    named_events: _Events, named: _torch.Profile, events: _Events, plain: _torch.Profile, calls: dict[int, int]
+    events_under_mode: _Events,
+    under_mode: _torch.Profile,
+    events: _Events,
+    unmodified: _torch.Profile,
+    calls: dict[int, int],
 ) -> dict[int, int]:
-    """Return number of an allocation under the mode -> number of the same allocation in the plain run.
+    """Return number of an allocation under the mode -> number of the same allocation in the unmodified run.
 
     Allocations within matched calls match by size, in order. A call without a match counts as part of its parent.
-    ``calls``: call under the mode -> matching call of the plain run, both as indices of the profiles' calls.
+    ``calls``: call under the mode -> matching call of the unmodified run, both as indices of the profiles' calls.
     """
-    in_named = _grouped_by_call(named_events, named.calls, set(calls))
-    in_plain = _grouped_by_call(events, plain.calls, set(calls.values()))
+    grouped_under_mode = _grouped_by_call(events_under_mode, under_mode.calls, set(calls))
+    grouped_unmodified = _grouped_by_call(events, unmodified.calls, set(calls.values()))
     same: dict[int, int] = {}
-    for named_call, plain_call in calls.items():
-        first, second = in_named.get(named_call, []), in_plain.get(plain_call, [])
+    for call_under_mode, unmodified_call in calls.items():
+        first, second = grouped_under_mode.get(call_under_mode, []), grouped_unmodified.get(unmodified_call, [])
         matches = aligned([allocation.bytes for allocation in first], [allocation.bytes for allocation in second])
         for index, other in matches:
             same[first[index].number] = second[other].number
@@ -221,32 +229,32 @@ def _grouped_by_call(events: _Events, calls: list[_torch.Call], among: set[int])
     return grouped
 
 
-def _op_ranges_of_plain_run(
-    named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]
+def _op_ranges_of_unmodified_run(
+    under_mode: _torch.Profile, unmodified: _torch.Profile, calls: dict[int, int]
 ) -> dict[str, tuple[int, int]]:
-    """Return mark of an op under the mode -> (start, end) of the op in the plain run, in ns. ``calls``: call under the
-    mode -> matching call of the plain run, as indices."""
+    """Return mark of an op under the mode -> (start, end) of the op in the unmodified run, in ns. ``calls``: call under
+    the mode -> matching call of the unmodified run, as indices."""
     ranges: dict[str, tuple[int, int]] = {}
-    for number, call in enumerate(named.calls):
+    for number, call in enumerate(under_mode.calls):
         if call.at_mark and call.mark.isdigit() and number in calls and call.mark not in ranges:
-            plain_call = plain.calls[calls[number]]
-            ranges[call.mark] = plain_call.start, plain_call.end
+            unmodified_call = unmodified.calls[calls[number]]
+            ranges[call.mark] = unmodified_call.start, unmodified_call.end
     return ranges
 
 
-def _ops_of_calls(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]) -> dict[int, int]:
-    """Return call of the plain run -> index of the op that it is part of.
+def _ops_of_calls(under_mode: _torch.Profile, unmodified: _torch.Profile, calls: dict[int, int]) -> dict[int, int]:
+    """Return call of the unmodified run -> index of the op that it is part of.
 
     A call that matches none of the run under the mode is part of its parent's op. ``calls``: call under the mode ->
-    matching call of the plain run, both as indices of the profiles' calls.
+    matching call of the unmodified run, both as indices of the profiles' calls.
     """
     op_of: dict[int, int] = {}
-    for named_call, plain_call in calls.items():
-        if named_call >= 0 and named.calls[named_call].mark.isdigit():
-            op_of[plain_call] = int(named.calls[named_call].mark)
-    for plain_call, record in enumerate(plain.calls):  # a call comes after its parent
-        if plain_call not in op_of and record.parent in op_of:
-            op_of[plain_call] = op_of[record.parent]
+    for call_under_mode, unmodified_call in calls.items():
+        if call_under_mode >= 0 and under_mode.calls[call_under_mode].mark.isdigit():
+            op_of[unmodified_call] = int(under_mode.calls[call_under_mode].mark)
+    for unmodified_call, record in enumerate(unmodified.calls):  # a call comes after its parent
+        if unmodified_call not in op_of and record.parent in op_of:
+            op_of[unmodified_call] = op_of[record.parent]
     return op_of
 
 

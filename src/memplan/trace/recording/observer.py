@@ -504,7 +504,9 @@ def _allocations(
     """Allocate an op's results and temporaries in the kernel's order, and free the temporaries that end with it.
 
     Args:
-        temporaries: of the op, in the order of their allocation.
+        temporaries: of the op, in the order of their allocation: each before the results (``first``), after them, or
+            between two (``after`` and ``until``, numbers of results). One with ``followed`` is freed once so many
+            further temporaries are allocated, others when the op returns.
         absent: whether the results take no memory.
         order: op name -> positions of the results in the order of their allocation, if not in sequence.
 

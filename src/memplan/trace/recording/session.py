@@ -147,15 +147,15 @@ def _target(device: str | torch.device | None) -> Target:
     """Return the target for a device's name: "cpu", "cuda" or a card of the catalogue; for None, this machine's GPU if
     there is one, else the CPU."""
     if device is None:
-        own = own_card()
-        return Target(own.name, own) if own is not None else Target(HOST, notes=(CUDA_DIFFERS,))
+        card_here = own_card()
+        return Target(card_here.name, card_here) if card_here is not None else Target(HOST, notes=(CUDA_DIFFERS,))
     text = str(device).strip().lower()
     if text == HOST:
         return Target(HOST)
     if re.fullmatch(r"cuda(:\d+)?|gpu", text):
-        own = own_card()
-        if own is not None:
-            return Target(own.name, own)
+        card_here = own_card()
+        if card_here is not None:
+            return Target(card_here.name, card_here)
     card = find(text)
     return Target(card.name, card)
 
@@ -396,6 +396,7 @@ def _settings_restored() -> Iterator[None]:
     set_device, devices = torch.set_default_device, list[Any]()
 
     def set_and_note(new: Any) -> None:
+        """Replace `torch.set_default_device`, and note that it was called."""
         devices.append(new)
         set_device(new)
 
@@ -424,6 +425,7 @@ def _accelerate_restored() -> Iterator[None]:
     try:
         yield
     finally:
+        # Accelerate may have been imported since: then its states were empty
         for state, saved in zip_longest(_accelerate_states(), before, fillvalue=dict[str, Any]()):
             state.clear()
             state.update(saved)

@@ -278,9 +278,9 @@ class ScalarPolicy:
         is assumed to be the largest possible."""
         if not any(map(is_symbolic, sizes)):
             return sizes
-        plain = [int.__add__(size, 0) for size in sizes]  # ints that report no branches
-        if rows in (-1, sum(plain)):
-            return plain
+        numbers = [int.__add__(size, 0) for size in sizes]  # ints that report no branches
+        if rows in (-1, sum(numbers)):
+            return numbers
         do = "Record even routing: leave the sizes out, or take the number of tokens over the number of ranks"
         largest = [bound[1] if bound is not None else 0 for bound in map(bound_of, sizes)]
         if all(largest):

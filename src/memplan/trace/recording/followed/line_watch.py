@@ -40,8 +40,8 @@ class Followed:
         if path != self.file:
             return False
         if self.function is None:  # comprehensions and lambdas belong to the enclosing line; class bodies run no step
-            own = not code.co_name.startswith("<") and code.co_flags & inspect.CO_OPTIMIZED
-            return code.co_name == _MODULE or bool(own)
+            is_function = not code.co_name.startswith("<") and code.co_flags & inspect.CO_OPTIMIZED
+            return code.co_name == _MODULE or bool(is_function)
         return self.function in (code.co_name, code.co_qualname.replace(".<locals>", ""))
 
 

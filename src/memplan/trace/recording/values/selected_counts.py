@@ -16,6 +16,7 @@ def count_from_shape_error(error: BaseException | None, assumed: int) -> int | N
         The smaller size of another operand in the dimension of size ``assumed``; None if there is none, or several.
     """
     frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # the op that raised is in the innermost frame of a dispatch mode
     dispatched = [frame.f_locals.get("args") for frame in frames if frame.f_code.co_name == "__torch_dispatch__"]
     arguments: Any = dispatched[-1] if dispatched else None
     shapes = [tuple(argument.shape) for argument in arguments or () if isinstance(argument, torch.Tensor)]

@@ -83,7 +83,7 @@ def forward(args: Arguments, kwargs: Keywords, result: Any) -> int:
     if torch.is_grad_enabled():
         merged_steps = 1 if batch >= _LARGE_BATCH else steps
         return _weights(inputs, hidden) + _scratchpad(merged_steps, batch, hidden)
-    # the brgemm kernel, in blocks of 32 columns; the term for the states was fitted to batches up to 64
+    # the brgemm kernel, in blocks of 32 columns; the 16 of the states was fitted to batches up to 64
     weights = 4 * (inputs + hidden) * padded(hidden, 32) * _FLOAT
     gates = padded(steps * batch * 4 * hidden * _FLOAT, _PAGE)
     return weights + gates + 16 * batch * hidden * _FLOAT + _POINTERS

@@ -140,12 +140,12 @@ def _index_copies(indices: Sequence[torch.Tensor | None]) -> Allocations:
     """Allocations before the result (TensorAdvancedIndexing.cpp, AdvancedIndex): if the strides of several indices
     differ once they are broadcast, each of them is copied that is not contiguous then. 32-bit indices are widened
     before. With masks, whose number of elements decides, nothing is counted."""
-    found = [index for index in indices if index is not None]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in found):
+    present = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in present):
         return ()
-    sizes = [_INDEX * index.numel() for index in found if index.dtype is torch.int32]
-    shape = torch.broadcast_shapes(*(index.shape for index in found))
-    strides = [_broadcast_strides(index, shape) for index in found]
+    sizes = [_INDEX * index.numel() for index in present if index.dtype is torch.int32]
+    shape = torch.broadcast_shapes(*(index.shape for index in present))
+    strides = [_broadcast_strides(index, shape) for index in present]
     if any(stride != strides[0] for stride in strides):
         dense = contiguous_strides(shape)
         gaps = (any(n > 1 and s != d for n, s, d in zip(shape, stride, dense, strict=True)) for stride in strides)

@@ -42,8 +42,8 @@ class _Dim:
 def staging_buffer(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) -> AllocationBytes:
     """Bytes of the staging buffer and of the semaphores of reducing ``x`` over ``dims`` (none: over all).
 
-    () if no two blocks share a result. Follows Reduce.cuh, setReduceConfig: how many threads of a block reduce one
-    result, and how many blocks. ``accumulator``: bytes of the accumulator of a result.
+    () if no two blocks share a result. Follows Reduce.cuh, setReduceConfig, with its limits: how many threads of a
+    block reduce one result, and how many blocks. ``accumulator``: bytes of the accumulator of a result.
     """
     loop = _loop_dims(x, dims)
     results = prod(dim.size for dim in loop if dim.result_stride or not dim.size)

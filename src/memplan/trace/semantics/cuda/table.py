@@ -40,13 +40,16 @@ def semantics(
     """Return the semantics of a single recording for a card. They are stateful: cached workspaces are allocated once.
 
     Args:
+        device: the card.
+        stream: returns the number of the current CUDA stream.
+        on_card: returns whether a tensor is on the card.
         asks: whether cuDNN is queried for the workspaces of convolutions after the recording.
         differing: a set that receives the names of the catalogue's cards on which an op allocates differently; None:
             other cards are not compared.
     """
     kernels = partial(_Kernels, stream=stream, on_card=on_card, asks=asks)
-    own = kernels(Arch(device.architecture, device.multiprocessors))
-    temporaries = own.temporaries if differing is None else _Compared(device, kernels, differing).temporaries
+    of_card = kernels(Arch(device.architecture, device.multiprocessors))
+    temporaries = of_card.temporaries if differing is None else _Compared(device, kernels, differing).temporaries
     return Semantics(
         temporaries, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed, results.ORDER
     )
