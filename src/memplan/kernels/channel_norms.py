@@ -184,8 +184,8 @@ def _checked(
     _check_vectors(x, weight=weight, bias=bias)
     if residual is not None:
         if residual.shape != x.shape or residual.dtype != x.dtype:
-            of = f"{tuple(residual.shape)} and is of {residual.dtype}"
-            raise InputError(f"residual has the shape {of}", expected=f"x's, {tuple(x.shape)} of {x.dtype}")
+            problem = f"{tuple(residual.shape)} and is of {residual.dtype}"
+            raise InputError(f"residual has the shape {problem}", expected=f"x's, {tuple(x.shape)} of {x.dtype}")
         if activation == "silu" or (activation == "leaky_relu" and slope < 0):
             raise InputError(
                 f"activation {activation!r}{'' if activation == 'silu' else f' with slope {slope}'} has a residual",
@@ -204,6 +204,7 @@ def _checked(
 
 
 def _check_vectors(x: Tensor, **vectors: Tensor | None) -> None:
+    """Raise InputError unless each vector, by its name in the message, has a number for each channel of x."""
     for name, vector in vectors.items():
         if vector is not None and vector.shape != x.shape[1:2]:
             raise InputError(f"{name} has the shape {tuple(vector.shape)}", expected=f"{tuple(x.shape[1:2])}")
@@ -248,8 +249,8 @@ class _Sets:
 
 def _is_dense(x: Tensor) -> bool:
     """Whether positions follow each other evenly, in each channel or with the channels of each innermost."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-    return x.is_contiguous() or x.is_contiguous(memory_format=last)
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+    return x.is_contiguous() or x.is_contiguous(memory_format=channels_last)
 
 
 # The ops
@@ -286,6 +287,7 @@ def channel_norm(
 
 @channel_norm.register_fake
 def _empty_results(x, residual, weight, bias, groups, activation, slope, eps):
+    """Memory for y, mean and variance: the op's results on fake tensors."""
     shape, dtype = _Sets.of(x, groups).statistics, accumulated(x.dtype)
     return torch.empty_like(x), x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
@@ -316,10 +318,13 @@ def channel_norm_backward(
 
 @channel_norm_backward.register_fake
 def _empty_gradients(d_y, x, y, weight, bias, mean, variance, groups, activation, slope, eps, added):
-    return torch.empty_like(x), *_empty_beside(x, weight, bias, added)
+    return torch.empty_like(x), *_empty_other_gradients(x, weight, bias, added)
 
 
-def _empty_beside(x: Tensor, weight: Tensor | None, bias: Tensor | None, added: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_other_gradients(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, added: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of weight, bias and, if a residual was ``added``, of that; else without elements."""
     vectors = (x.new_empty(0) if vector is None else torch.empty_like(vector) for vector in (weight, bias))
     return *vectors, torch.empty_like(x) if added else x.new_empty(0)  # pyright: ignore[reportReturnType]
 
@@ -342,11 +347,11 @@ def differentiate(
     """As `channel_norm_backward`, with x's gradient written to ``into``, of x's layout: new memory if it is None, or
     that of ``d_y`` or ``x``."""
     d_x = torch.empty_like(x) if into is None else into
-    beside = _empty_beside(x, weight, bias, added)
+    other_gradients = _empty_other_gradients(x, weight, bias, added)
     run = _backward_in_triton if launches(d_y, x, y, weight, bias) else _backward
     d_y, y = _laid_out(d_y, x), None if y is None else _laid_out(y, x)
-    run(d_y, x, y, weight, bias, mean, variance, _Sets.of(x, groups), activation, slope, eps, d_x, *beside)
-    return d_x, *beside
+    run(d_y, x, y, weight, bias, mean, variance, _Sets.of(x, groups), activation, slope, eps, d_x, *other_gradients)
+    return d_x, *other_gradients
 
 
 def _laid_out(tensor: Tensor, x: Tensor) -> Tensor:
@@ -357,6 +362,8 @@ def _laid_out(tensor: Tensor, x: Tensor) -> Tensor:
 
 
 def _save(ctx, inputs, output):
+    """Save for the backward pass: x and the statistics, and y where its sign is needed (`torch.library` calls this
+    after the op)."""
     x, residual, weight, bias, *ctx.options = inputs
     y, mean, variance = output
     ctx.mark_non_differentiable(mean, variance)
@@ -366,6 +373,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, d_y, d_mean, d_variance):
+    """Gradients of the op's arguments, in their order. Those of mean and variance are not differentiable."""
     gradients = channel_norm_backward(d_y, *ctx.saved_tensors, *ctx.options, ctx.added)
     d_x, d_weight, d_bias, d_residual = gradients
     wanted = zip((d_x, d_residual, d_weight, d_bias), ctx.needs_input_grad, strict=False)
@@ -399,19 +407,20 @@ def _norm(
     mean: Tensor,
     variance: Tensor,
 ) -> None:
-    """Write y, mean and variance of each set of elements that are normalized together."""
-    whole = _by_sets(sets, x, residual, y)
+    """Write y, mean and variance of each set of elements that are normalized together, a piece at a time, in plain
+    torch."""
+    viewed = _by_sets(sets, x, residual, y)
     scales = _vectors(sets, mean.dtype, weight, bias)
     statistics = mean.view(_statistics_shape(sets)), variance.view(_statistics_shape(sets))
     for piece in _pieces(sets):
-        values, added, out = (None if tensor is None else tensor[piece] for tensor in whole)
-        m, v = (_part(tensor, piece) for tensor in statistics)
+        values, added, out = (None if tensor is None else tensor[piece] for tensor in viewed)
+        mean_part, variance_part = (_part(tensor, piece) for tensor in statistics)
         assert values is not None
         assert out is not None
-        m.copy_(values.mean(sets.dims, keepdim=True, dtype=torch.float64))
-        z = values.to(mean.dtype, copy=True).sub_(m)
-        v.copy_(z.square().mean(sets.dims, keepdim=True, dtype=torch.float64))
-        z = _affine(z.mul_(v.add(eps).rsqrt_()), piece, scales)
+        mean_part.copy_(values.mean(sets.dims, keepdim=True, dtype=torch.float64))
+        z = values.to(mean.dtype, copy=True).sub_(mean_part)
+        variance_part.copy_(z.square().mean(sets.dims, keepdim=True, dtype=torch.float64))
+        z = _affine(z.mul_(variance_part.add(eps).rsqrt_()), piece, scales)
         if added is not None:
             z += added
         out.copy_(_activated(z, activation, slope))
@@ -434,16 +443,21 @@ def _backward(
     d_bias: Tensor,
     d_residual: Tensor,
 ) -> None:
-    """Write the gradient of x, and those of weight, bias and residual that have elements."""
-    added = d_residual if d_residual.numel() else None
-    whole = _by_sets(sets, d_y, x, y, d_x, added)
+    """Write the gradient of x, and those of weight, bias and residual that have elements, in plain torch.
+
+    With g the gradient before the activation, h = g · weight and x̂ the normalized x: d_x = (h - mean(h) - x̂ ·
+    mean(h · x̂)) / deviation, d_weight = Σ g · x̂ and d_bias = Σ g.
+    """
+    residual_gradient = d_residual if d_residual.numel() else None
+    viewed = _by_sets(sets, d_y, x, y, d_x, residual_gradient)
     scales = _vectors(sets, mean.dtype, weight, bias)
     means, variances = mean.view(_statistics_shape(sets)), variance.view(_statistics_shape(sets))
-    of_weight, of_bias = (
-        mean.new_zeros(sets.shape[1:3], dtype=torch.float64) if of.numel() else None for of in (d_weight, d_bias)
-    )  # fmt: skip
+    weight_sums, bias_sums = (
+        mean.new_zeros(sets.shape[1:3], dtype=torch.float64) if gradient.numel() else None
+        for gradient in (d_weight, d_bias)
+    )
     for piece in _pieces(sets):
-        grad, values, result, out, out_residual = (None if tensor is None else tensor[piece] for tensor in whole)
+        grad, values, result, out, out_residual = (None if tensor is None else tensor[piece] for tensor in viewed)
         assert grad is not None
         assert values is not None
         assert out is not None
@@ -455,9 +469,9 @@ def _backward(
             z = result if result is None else result.to(mean.dtype)
         gradient = _before_activation(grad.to(mean.dtype), z, activation, slope)
         del z
-        for total, numbers in ((of_bias, gradient), (of_weight, gradient * normalized)):
-            if total is not None:
-                total[piece[1]] += numbers.sum((0, 3), dtype=torch.float64)
+        for sums, terms in ((bias_sums, gradient), (weight_sums, gradient * normalized)):
+            if sums is not None:
+                sums[piece[1]] += terms.sum((0, 3), dtype=torch.float64)
         if out_residual is not None:
             out_residual.copy_(gradient)
         scale = scales[0]
@@ -466,10 +480,10 @@ def _backward(
         mean_gradient = gradient.mean(sets.dims, keepdim=True, dtype=torch.float64).to(rstd.dtype)
         normalized *= -(gradient * normalized).mean(sets.dims, keepdim=True, dtype=torch.float64)
         out.copy_(normalized.add_(gradient).sub_(mean_gradient).mul_(rstd))
-    if of_weight is not None:
-        d_weight.copy_(of_weight.view(-1))
-    if of_bias is not None:
-        d_bias.copy_(of_bias.view(-1))
+    if weight_sums is not None:
+        d_weight.copy_(weight_sums.view(-1))
+    if bias_sums is not None:
+        d_bias.copy_(bias_sums.view(-1))
 
 
 def _by_sets(sets: _Sets, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -494,31 +508,33 @@ def _vectors(sets: _Sets, dtype: torch.dtype, *vectors: Tensor | None) -> list[T
 def _pieces(sets: _Sets) -> Iterator[tuple[slice, slice]]:
     """Ranges of samples and groups whose sets are computed at a time; batch norm's sets have all samples."""
     samples, groups, *inner = sets.shape
-    size = inner[0] * inner[1]
-    most = max(_LEAST_PIECE, samples * groups * size // _PIECES)
+    group_size = inner[0] * inner[1]  # elements of a group of a sample
+    most_elements = max(_LEAST_PIECE, samples * groups * group_size // _PIECES)
     if sets.dims[0] == 0:
-        step = max(1, most // (samples * size))
+        step = max(1, most_elements // (samples * group_size))
         yield from ((slice(None), slice(first, first + step)) for first in range(0, groups, step))
         return
-    at_once = max(1, min(groups, most // size))
-    step = max(1, most // (groups * size))
-    for first in range(0, samples, step):
-        for group in range(0, groups, at_once):
-            yield slice(first, first + step), slice(group, group + at_once)
+    group_step = max(1, min(groups, most_elements // group_size))
+    sample_step = max(1, most_elements // (groups * group_size))
+    for sample in range(0, samples, sample_step):
+        for group in range(0, groups, group_step):
+            yield slice(sample, sample + sample_step), slice(group, group + group_step)
 
 
 def _part(statistics: Tensor, piece: tuple[slice, slice]) -> Tensor:
+    """The statistics, (N, groups, ...), of a range of samples and groups; (1, groups, ...) if it has all samples."""
     return statistics[:, piece[1]] if piece[0] == slice(None) else statistics[piece]
 
 
-def _affine(normalized: Tensor, piece: tuple[slice, slice], scales: list[Tensor | None]) -> Tensor:
-    """normalized · weight + bias, over it."""
+def _affine(values: Tensor, piece: tuple[slice, slice], scales: list[Tensor | None]) -> Tensor:
+    """values · weight + bias, in place. ``scales``: weight and bias, each None or (1, groups, channels of a group,
+    1)."""
     weight, bias = scales
     if weight is not None:
-        normalized *= weight[:, piece[1]]
+        values *= weight[:, piece[1]]
     if bias is not None:
-        normalized += bias[:, piece[1]]
-    return normalized
+        values += bias[:, piece[1]]
+    return values
 
 
 def _activated(z: Tensor, activation: str, slope: float) -> Tensor:
@@ -531,7 +547,8 @@ def _activated(z: Tensor, activation: str, slope: float) -> Tensor:
 
 
 def _before_activation(d_y: Tensor, z: Tensor | None, activation: str, slope: float) -> Tensor:
-    """g of dy; z may be y where the activation keeps its sign."""
+    """Gradient before the activation, from that after it. z is the activation's input, or its result where that has the
+    same sign; None without an activation."""
     if z is None or activation == "none":
         return d_y
     if activation == "silu":
@@ -546,14 +563,15 @@ def _before_activation(d_y: Tensor, z: Tensor | None, activation: str, slope: fl
 
 @jit
 def _gradient(grad, z, slope, ACTIVATION: tl.constexpr):
-    """g of dy; z may be y where the activation keeps its sign."""
+    """Gradient before the activation, from that after it (``grad``). z is the activation's input, or its result where
+    that has the same sign."""
     if ACTIVATION == "relu":
         grad = tl.where(z <= 0, 0.0, grad)
     elif ACTIVATION == "leaky_relu":
         grad = tl.where(z > 0, grad, grad * slope)
     elif ACTIVATION == "silu":
-        share, rise = sigmoid(z)
-        grad *= share + z * rise
+        sigma, sigma_slope = sigmoid(z)
+        grad *= sigma + z * sigma_slope
     return grad
 
 
@@ -563,136 +581,151 @@ def moments_kernel(
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """One program for CHANNELS channels of a part of the positions of a sample: their mean, and the sum of squared
-    differences from it."""
-    row = tl.program_id(0)
+    differences from it.
+
+    A sample has ``parts`` parts of ``length`` positions. Results are of shape (N, parts, channels).
+    """
+    sample_part = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
-    begin = (row % parts) * length
+    begin = (sample_part % parts) * length
     end = tl.minimum(begin + length, positions)
-    x += (row // parts).to(tl.int64) * channels * positions
-    place = channel.to(tl.int64)[:, None] * channel_stride
+    x += (sample_part // parts).to(tl.int64) * channels * positions
+    channel_offset = channel.to(tl.int64)[:, None] * channel_stride
     total = tl.zeros((CHANNELS, POSITIONS), tl.float32)
     for first in range(begin, end, POSITIONS):
         position = first + tl.arange(0, POSITIONS)
         inside = present[:, None] & (position < end)[None, :]
-        total += tl.load(x + place + position.to(tl.int64)[None, :] * position_stride, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        offset = channel_offset + position.to(tl.int64)[None, :] * position_stride
+        total += tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(total, 1) / (end - begin)
-    total = tl.zeros((CHANNELS, POSITIONS), tl.float32)
+    total_squared = tl.zeros((CHANNELS, POSITIONS), tl.float32)
     for first in range(begin, end, POSITIONS):
         position = first + tl.arange(0, POSITIONS)
         inside = present[:, None] & (position < end)[None, :]
-        value = tl.load(x + place + position.to(tl.int64)[None, :] * position_stride, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        offset = channel_offset + position.to(tl.int64)[None, :] * position_stride
+        value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
         difference = tl.where(inside, value - mean[:, None], 0.0)
-        total += difference * difference
-    to = row.to(tl.int64) * channels + channel
-    tl.store(means + to, mean, mask=present)
-    tl.store(squares + to, tl.sum(total, 1), mask=present)
+        total_squared += difference * difference
+    result_offset = sample_part.to(tl.int64) * channels + channel
+    tl.store(means + result_offset, mean, mask=present)
+    tl.store(squares + result_offset, tl.sum(total_squared, 1), mask=present)
 
 
 @jit
 def normalize_kernel(
-    x, residual, y, mean, scale, shift, channels, positions, parts, of_sample, channel_stride, position_stride, slope,
+    x, residual, y, mean, scale, shift, channels, positions, parts, sample_stride,
+    channel_stride, position_stride, slope,
     RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program for CHANNELS channels and POSITIONS positions of a sample."""
-    row = tl.program_id(0)
-    sample = (row // parts).to(tl.int64)
+    """y = activation((x - mean) · scale + shift + residual); a program for CHANNELS channels and POSITIONS positions of
+    a sample.
+
+    ``mean`` and ``scale`` have a number for each channel, of a sample after ``sample_stride`` numbers, which is 0 where
+    samples share them; ``shift`` has one for each channel.
+    """
+    sample_part = tl.program_id(0)
+    sample = (sample_part // parts).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    position = (row % parts) * POSITIONS + tl.arange(0, POSITIONS)
+    position = (sample_part % parts) * POSITIONS + tl.arange(0, POSITIONS)
     present = channel < channels
     inside = present[:, None] & (position < positions)[None, :]
-    here = sample * channels * positions
-    here += channel.to(tl.int64)[:, None] * channel_stride + position.to(tl.int64)[None, :] * position_stride
-    z = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
-    z -= tl.load(mean + sample * of_sample + channel, mask=present, other=0.0)[:, None]
-    z *= tl.load(scale + sample * of_sample + channel, mask=present, other=0.0)[:, None]
+    offset = sample * channels * positions
+    offset += channel.to(tl.int64)[:, None] * channel_stride + position.to(tl.int64)[None, :] * position_stride
+    z = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    z -= tl.load(mean + sample * sample_stride + channel, mask=present, other=0.0)[:, None]
+    z *= tl.load(scale + sample * sample_stride + channel, mask=present, other=0.0)[:, None]
     z += tl.load(shift + channel, mask=present, other=0.0)[:, None]
     if RESIDUAL:
-        z += tl.load(residual + here, mask=inside, other=0.0).to(tl.float32)
+        z += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION == "relu":
         z = tl.where(z < 0, 0.0, z)
     elif ACTIVATION == "leaky_relu":
         z = tl.where(z > 0, z, z * slope)
     elif ACTIVATION == "silu":
-        share, _ = sigmoid(z)
-        z *= share
-    tl.store(y + here, z.to(y.dtype.element_ty), mask=inside)
+        sigma, _ = sigmoid(z)
+        z *= sigma
+    tl.store(y + offset, z.to(y.dtype.element_ty), mask=inside)
 
 
 @jit
 def gradient_sums_kernel(
-    d_y, x, y, mean, scale, shift, sums, products, channels, positions, parts, length, of_sample,
+    d_y, x, y, mean, scale, shift, sums, products, channels, positions, parts, length, sample_stride,
     channel_stride, position_stride, slope,
     SIGNS: tl.constexpr, ACTIVATION: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program for CHANNELS channels of a part of the positions of a sample: the sums of g and of g · (x - m)."""
-    row = tl.program_id(0)
-    sample = (row // parts).to(tl.int64)
+    """One program for CHANNELS channels of a part of the positions of a sample: the sums of g and of g · (x - m).
+
+    g is the gradient before the activation, whose input z has the sign of ``y`` if SIGNS, else is computed again from
+    x. The other arguments are as for `normalize_kernel`, parts as for `moments_kernel`.
+    """
+    sample_part = tl.program_id(0)
+    sample = (sample_part // parts).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
-    begin = (row % parts) * length
+    begin = (sample_part % parts) * length
     end = tl.minimum(begin + length, positions)
-    start = sample * channels * positions + channel.to(tl.int64)[:, None] * channel_stride
-    m = tl.load(mean + sample * of_sample + channel, mask=present, other=0.0)[:, None]
-    by = tl.load(scale + sample * of_sample + channel, mask=present, other=0.0)[:, None]
-    offset = tl.load(shift + channel, mask=present, other=0.0)[:, None]
-    of_gradient = tl.zeros((CHANNELS, POSITIONS), tl.float32)
-    of_product = tl.zeros((CHANNELS, POSITIONS), tl.float32)
+    channel_offset = sample * channels * positions + channel.to(tl.int64)[:, None] * channel_stride
+    channel_mean = tl.load(mean + sample * sample_stride + channel, mask=present, other=0.0)[:, None]
+    channel_scale = tl.load(scale + sample * sample_stride + channel, mask=present, other=0.0)[:, None]
+    channel_shift = tl.load(shift + channel, mask=present, other=0.0)[:, None]
+    gradient_sum = tl.zeros((CHANNELS, POSITIONS), tl.float32)
+    product_sum = tl.zeros((CHANNELS, POSITIONS), tl.float32)
     for first in range(begin, end, POSITIONS):
         position = first + tl.arange(0, POSITIONS)
         inside = present[:, None] & (position < end)[None, :]
-        here = start + position.to(tl.int64)[None, :] * position_stride
-        grad = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
-        centred = tl.load(x + here, mask=inside, other=0.0).to(tl.float32) - m
-        if SIGNS:  # noqa: SIM108  # both sides of a conditional expression are compiled
-            z = tl.load(y + here, mask=inside, other=0.0).to(tl.float32)
+        offset = channel_offset + position.to(tl.int64)[None, :] * position_stride
+        grad = tl.load(d_y + offset, mask=inside, other=0.0).to(tl.float32)
+        centred = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) - channel_mean
+        if SIGNS:  # as a statement: both sides of a conditional expression are compiled
+            z = tl.load(y + offset, mask=inside, other=0.0).to(tl.float32)
         else:
-            z = centred * by + offset
+            z = centred * channel_scale + channel_shift
         grad = tl.where(inside, _gradient(grad, z, slope, ACTIVATION), 0.0)
-        of_gradient += grad
-        of_product += grad * centred
-    to = row.to(tl.int64) * channels + channel
-    tl.store(sums + to, tl.sum(of_gradient, 1), mask=present)
-    tl.store(products + to, tl.sum(of_product, 1), mask=present)
+        gradient_sum += grad
+        product_sum += grad * centred
+    result_offset = sample_part.to(tl.int64) * channels + channel
+    tl.store(sums + result_offset, tl.sum(gradient_sum, 1), mask=present)
+    tl.store(products + result_offset, tl.sum(product_sum, 1), mask=present)
 
 
 @jit
 def differentiate_kernel(
-    d_y, x, y, mean, scale, shift, lower, steeper, d_x, d_residual, channels, positions, parts, of_sample,
-    channel_stride, position_stride, slope,
+    d_y, x, y, mean, scale, shift, through_mean, through_variance, d_x, d_residual, channels, positions, parts,
+    sample_stride, channel_stride, position_stride, slope,
     SIGNS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program for CHANNELS channels and POSITIONS positions of a sample: reads them all before it writes any, so
-    that d_x may be d_y or x."""
-    row = tl.program_id(0)
-    sample = (row // parts).to(tl.int64)
+    """d_x = g · scale - through_mean - (x - mean) · through_variance, with g the gradient before the activation.
+
+    One program for CHANNELS channels and POSITIONS positions of a sample: reads them all before it writes any, so that
+    d_x may be d_y or x. ``through_mean`` and ``through_variance`` have a number for each channel, as ``scale`` has; the
+    other arguments are as for `gradient_sums_kernel`.
+    """
+    sample_part = tl.program_id(0)
+    sample = (sample_part // parts).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    position = (row % parts) * POSITIONS + tl.arange(0, POSITIONS)
+    position = (sample_part % parts) * POSITIONS + tl.arange(0, POSITIONS)
     present = channel < channels
     inside = present[:, None] & (position < positions)[None, :]
-    here = sample * channels * positions
-    here += channel.to(tl.int64)[:, None] * channel_stride + position.to(tl.int64)[None, :] * position_stride
-    of = sample * of_sample + channel
-    by = tl.load(scale + of, mask=present, other=0.0)[:, None]
-    grad = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
-    centred = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
-    centred -= tl.load(mean + of, mask=present, other=0.0)[:, None]
+    offset = sample * channels * positions
+    offset += channel.to(tl.int64)[:, None] * channel_stride + position.to(tl.int64)[None, :] * position_stride
+    statistics_offset = sample * sample_stride + channel
+    channel_scale = tl.load(scale + statistics_offset, mask=present, other=0.0)[:, None]
+    grad = tl.load(d_y + offset, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    centred -= tl.load(mean + statistics_offset, mask=present, other=0.0)[:, None]
     if SIGNS:
-        z = tl.load(y + here, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(y + offset, mask=inside, other=0.0).to(tl.float32)
     else:
-        z = centred * by + tl.load(shift + channel, mask=present, other=0.0)[:, None]
+        z = centred * channel_scale + tl.load(shift + channel, mask=present, other=0.0)[:, None]
     grad = _gradient(grad, z, slope, ACTIVATION)
     if RESIDUAL:
-        tl.store(d_residual + here, grad.to(d_residual.dtype.element_ty), mask=inside)
-    grad *= by
-    grad -= tl.load(lower + of, mask=present, other=0.0)[:, None]
-    grad -= centred * tl.load(steeper + of, mask=present, other=0.0)[:, None]
-    tl.store(d_x + here, grad.to(d_x.dtype.element_ty), mask=inside)
+        tl.store(d_residual + offset, grad.to(d_residual.dtype.element_ty), mask=inside)
+    grad *= channel_scale
+    grad -= tl.load(through_mean + statistics_offset, mask=present, other=0.0)[:, None]
+    grad -= centred * tl.load(through_variance + statistics_offset, mask=present, other=0.0)[:, None]
+    tl.store(d_x + offset, grad.to(d_x.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -742,7 +775,8 @@ class _Grid:
 def _coefficients(
     weight: Tensor | None, bias: Tensor | None, sets: _Sets, mean: Tensor, variance: Tensor, eps: float, channels: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """m and r · weight of each channel, (1, C) or (N, C), bias, and the numbers of a sample: C, or 0 for all alike."""
+    """Coefficients of y = (x - mean) · scale + shift: mean and scale of each channel, (1, C) or (N, C), shift, (C,),
+    and the stride between samples in the first two, 0 where all samples share them."""
     scale = sets.of_channels(variance.add(eps).rsqrt_())
     scale = scale if weight is None else scale * weight
     shift = mean.new_zeros(channels) if bias is None else bias.to(mean.dtype)
@@ -772,20 +806,21 @@ def _norm_in_triton(
     )  # fmt: skip
     _join(means, squares, sets, grid, mean, variance)
     del means, squares
-    of_channels = _coefficients(weight, bias, sets, mean, variance, eps, grid.channels)
-    m, scale, shift, of_sample = of_channels
+    coefficients = _coefficients(weight, bias, sets, mean, variance, eps, grid.channels)
+    channel_means, scale, shift, sample_stride = coefficients
     launch(
         normalize_kernel, grid.programs(tile["POSITIONS"]),
-        x, x if residual is None else residual, y, m, scale, shift, grid.channels, grid.positions,
-        grid.parts(tile["POSITIONS"]), of_sample, *grid.strides, slope,
+        x, x if residual is None else residual, y, channel_means, scale, shift, grid.channels, grid.positions,
+        grid.parts(tile["POSITIONS"]), sample_stride, *grid.strides, slope,
         RESIDUAL=residual is not None, ACTIVATION=activation, **tile,
     )  # fmt: skip
 
 
 def _join(means: Tensor, squares: Tensor, sets: _Sets, grid: _Grid, mean: Tensor, variance: Tensor) -> None:
-    """Join the moments of parts, (N, parts, C)."""
+    """Write mean and variance of each set from those of parts, both (N, parts, C): the means of a channel over a part,
+    and the sums of squared differences from them."""
     counts = means.new_full((grid.parts(grid.length), 1, 1), grid.length)
-    counts[-1] = grid.positions - (grid.parts(grid.length) - 1) * grid.length
+    counts[-1] = grid.positions - (grid.parts(grid.length) - 1) * grid.length  # the last part may be shorter
     by_sets = (0, 1, 3) if sets.dims[0] == 0 else (1, 3)
     means, squares = (part.unflatten(2, sets.shape[1:3]) for part in (means, squares))  # (N, parts, groups, channels)
     shape = (mean.shape[0], 1, mean.shape[1], 1)
@@ -814,29 +849,30 @@ def _backward_in_triton(
     """As `_backward`, by Triton's kernels."""
     grid = _Grid.of(x)
     tile, length, parts = grid.tile, grid.length, grid.parts(grid.length)
-    m, scale, shift, of_sample = _coefficients(weight, bias, sets, mean, variance, eps, grid.channels)
-    of_gradient, of_product = mean.new_empty(2, grid.samples, parts, grid.channels).unbind()
-    signs = x if y is None else y
+    channel_means, scale, shift, sample_stride = _coefficients(weight, bias, sets, mean, variance, eps, grid.channels)
+    gradient_sums, product_sums = mean.new_empty(2, grid.samples, parts, grid.channels).unbind()
+    signs = x if y is None else y  # without y any tensor, which is not read
     launch(
         gradient_sums_kernel, grid.programs(length),
-        d_y, x, signs, m, scale, shift, of_gradient, of_product, grid.channels, grid.positions, parts, length,
-        of_sample, *grid.strides, slope, SIGNS=y is not None, ACTIVATION=activation, **tile,
+        d_y, x, signs, channel_means, scale, shift, gradient_sums, product_sums, grid.channels, grid.positions, parts,
+        length, sample_stride, *grid.strides, slope, SIGNS=y is not None, ACTIVATION=activation, **tile,
     )  # fmt: skip
-    of_gradient, of_product = of_gradient.sum(1), of_product.sum(1)  # (N, C)
+    gradient_sums, product_sums = gradient_sums.sum(1), product_sums.sum(1)  # (N, C)
     rstd = variance.add(eps).rsqrt_()
-    of_product *= sets.of_channels(rstd)
+    product_sums *= sets.of_channels(rstd)
     if d_weight.numel():
-        d_weight.copy_(of_product.sum(0))
+        d_weight.copy_(product_sums.sum(0))
     if d_bias.numel():
-        d_bias.copy_(of_gradient.sum(0))
+        d_bias.copy_(gradient_sums.sum(0))
     if weight is not None:
-        of_gradient, of_product = of_gradient * weight, of_product * weight
-    lower = sets.of_channels(sets.sums(of_gradient).div_(sets.count).mul_(rstd))
-    steeper = sets.of_channels(sets.sums(of_product).div_(sets.count).mul_(rstd).mul_(rstd))
-    added = d_residual.numel() > 0
+        gradient_sums, product_sums = gradient_sums * weight, product_sums * weight
+    through_mean = sets.of_channels(sets.sums(gradient_sums).div_(sets.count).mul_(rstd))
+    through_variance = sets.of_channels(sets.sums(product_sums).div_(sets.count).mul_(rstd).mul_(rstd))
+    has_residual = d_residual.numel() > 0
     launch(
         differentiate_kernel, grid.programs(tile["POSITIONS"]),
-        d_y, x, signs, m, scale, shift, lower, steeper, d_x, d_residual if added else d_x,
-        grid.channels, grid.positions, grid.parts(tile["POSITIONS"]), of_sample, *grid.strides, slope,
-        SIGNS=y is not None, RESIDUAL=added, ACTIVATION=activation, **tile,
+        d_y, x, signs, channel_means, scale, shift, through_mean, through_variance,
+        d_x, d_residual if has_residual else d_x,
+        grid.channels, grid.positions, grid.parts(tile["POSITIONS"]), sample_stride, *grid.strides, slope,
+        SIGNS=y is not None, RESIDUAL=has_residual, ACTIVATION=activation, **tile,
     )  # fmt: skip

@@ -238,8 +238,8 @@ def token_statistics_backward(
     """
     d_hidden, d_weight, d_bias = _empty_gradients(hidden, weight, bias, wanted)
     d_lse, d_picked, d_total = d_lse.contiguous(), d_picked.contiguous(), d_total.contiguous()
-    summed_alone = accumulated(hidden.dtype) != hidden.dtype  # in half precision: a gradient in float32 is its own sum
-    sums = hidden.new_empty(d_hidden.shape, dtype=accumulated(hidden.dtype)) if summed_alone else d_hidden
+    separate_sums = accumulated(hidden.dtype) != hidden.dtype  # half precision is summed in float32
+    sums = hidden.new_empty(d_hidden.shape, dtype=accumulated(hidden.dtype)) if separate_sums else d_hidden
     sums.zero_()
     differentiate = _differentiate_in_triton if launches(hidden, weight) else _differentiate
     with torch.autocast(hidden.device.type, enabled=False):
@@ -251,11 +251,11 @@ def token_statistics_backward(
                 d_bias[part] = logits.sum(0, dtype=sums.dtype)
             if not wanted[0]:
                 continue
-            if summed_alone:
+            if separate_sums:
                 sums.add_(logits @ weight_part)
             else:
                 sums.addmm_(logits, weight_part)
-    if summed_alone:
+    if separate_sums:
         d_hidden.copy_(sums)
     return d_hidden, d_weight, d_bias
 
@@ -277,18 +277,20 @@ def _empty_gradients(
 
 
 def _save(ctx, inputs, output):
+    """Save the operands and lse for the backward pass (`torch.library` calls this after the op)."""
     hidden, weight, bias, ids, ctx.softcap, ctx.scale, _ = inputs
     ctx.save_for_backward(hidden, weight, bias, ids, output[0])
 
 
 def _backward(ctx, d_lse, d_picked, d_total):
+    """Gradients of the op's arguments, in their order: hidden, weight, bias, and None for the others."""
     hidden, weight, bias, ids, lse = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:3])
     gradients = token_statistics_backward(
         d_lse, d_picked, d_total, hidden, weight, bias, ids, lse, ctx.softcap, ctx.scale, wanted
     )
-    of_operands = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
-    return *of_operands, None, None, None, None
+    operand_gradients = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+    return *operand_gradients, None, None, None, None
 
 
 token_statistics.register_autograd(_backward, setup_context=_save)
@@ -357,8 +359,8 @@ def _absorb(
     if scale != 1.0:
         values = values * scale
     torch.logaddexp(lse, values.logsumexp(1), out=lse)
-    column, here = _column_of(ids, logits)
-    picked.copy_(torch.where(here, values.gather(1, column).squeeze(1), picked))
+    column, in_part = _column_of(ids, logits)
+    picked.copy_(torch.where(in_part, values.gather(1, column).squeeze(1), picked))
     if summed:
         total += values.sum(1)
 
@@ -388,8 +390,8 @@ def _differentiate(
     gradient = torch.exp(values * scale - lse[:, None]).mul_(d_lse[:, None])
     if d_total.numel():
         gradient += d_total[:, None]
-    column, here = _column_of(ids, logits)
-    gradient.scatter_add_(1, column, torch.where(here, d_picked, 0.0)[:, None])
+    column, in_part = _column_of(ids, logits)
+    gradient.scatter_add_(1, column, torch.where(in_part, d_picked, 0.0)[:, None])
     logits.copy_(gradient.mul_(slopes))
 
 

@@ -77,8 +77,8 @@ def depthwise_conv(
     """
     dims = x.dim() - 2
     if not 1 <= dims <= _DIMS or not x.is_floating_point():
-        of = f"x has the shape {tuple(x.shape)} and is of {x.dtype}"
-        raise InputError(of, expected="(N, C, ...) of floats, with one to three further dimensions")
+        problem = f"x has the shape {tuple(x.shape)} and is of {x.dtype}"
+        raise InputError(problem, expected="(N, C, ...) of floats, with one to three further dimensions")
     if weight.shape[:2] != (x.shape[1], 1) or weight.dim() != x.dim() or weight.numel() == 0:
         expected = f"({x.shape[1]}, 1, ...) of {x.dim()} dimensions, a filter for each channel of x"
         raise InputError(f"weight has the shape {tuple(weight.shape)}", expected=expected)
@@ -89,9 +89,9 @@ def depthwise_conv(
         for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
     ]
     if any(size < 1 for size in _sizes_of_result(x, weight, *steps)):
-        of = f"x has the shape {tuple(x.shape)}, with padding {tuple(steps[1])}"
+        problem = f"x has the shape {tuple(x.shape)}, with padding {tuple(steps[1])}"
         reach = tuple(d * (k - 1) + 1 for d, k in zip(steps[2], weight.shape[2:], strict=True))
-        raise InputError(of, expected=f"at least the filter's reach, {reach}")
+        raise InputError(problem, expected=f"at least the filter's reach, {reach}")
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -160,6 +160,7 @@ def depthwise(
 
 @depthwise.register_fake
 def _empty_result(x, weight, bias, stride, padding, dilation):
+    """Memory for y: the op's result on fake tensors."""
     sizes = _sizes_of_result(x, weight, stride, padding, dilation)
     return torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, device=x.device, memory_format=_layout_of(x))
 
@@ -198,11 +199,13 @@ def _empty_gradients(d_y, x, weight, stride, padding, dilation, wanted):
 
 
 def _save(ctx, inputs, output):
+    """Save x and weight for the backward pass (`torch.library` calls this after the op)."""
     x, weight, _, *ctx.steps = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _differentiate(ctx, d_y):
+    """Gradients of the op's arguments, in their order."""
     wanted = ctx.needs_input_grad[:3]
     gradients = depthwise_backward(d_y, *ctx.saved_tensors, *ctx.steps, wanted)
     return *(gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True)), None, None, None
@@ -251,7 +254,8 @@ def _source_of(
 ):  # fmt: skip
     """The position of the source that a tap reads for each position of the result, and whether there is one.
 
-    The result has of_h x of_w positions in its last dimensions, the source from_d x from_h x from_w.
+    The result has of_h x of_w positions in its last dimensions, the source from_d x from_h x from_w. TRANSPOSED: the
+    result is the gradient of the convolution's input, and the source that of its result.
     """
     d, h, w = position // (of_h * of_w), position // of_w % of_h, position % of_w
     tap_d, tap_h, tap_w = tap // (TAPS_H * TAPS_W), tap // TAPS_W % TAPS_H, tap % TAPS_W
@@ -275,77 +279,79 @@ def _source_of(
 def depthwise_kernel(
     source, weight, bias, result, channels, positions, parts, of_h, of_w, from_d, from_h, from_w,
     stride_d, stride_h, stride_w, padding_d, padding_h, padding_w, dilation_d, dilation_h, dilation_w,
-    result_channel, result_position, source_channel, source_position,
+    result_channel_stride, result_position_stride, source_channel_stride, source_position_stride,
     TAPS: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program for CHANNELS channels and POSITIONS positions of a sample of the result: y from x, or, transposed,
-    dx from dy."""
-    row = tl.program_id(0)
-    sample = (row // parts).to(tl.int64)
+    """One program for CHANNELS channels and POSITIONS positions of a sample of the result: y from x, or, TRANSPOSED, dx
+    from dy. A sample has ``parts`` ranges of POSITIONS positions; sizes are those of `_source_of`."""
+    sample_part = tl.program_id(0)
+    sample = (sample_part // parts).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    position = (row % parts) * POSITIONS + tl.arange(0, POSITIONS)
+    position = (sample_part % parts) * POSITIONS + tl.arange(0, POSITIONS)
     present = channel < channels
     within = position < positions
     source += sample * channels * from_d * from_h * from_w
-    of_channel = channel.to(tl.int64)[:, None] * source_channel
+    channel_offset = channel.to(tl.int64)[:, None] * source_channel_stride
     total = tl.zeros((CHANNELS, POSITIONS), tl.float32)
     if BIAS:
         total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)[:, None]
     for tap in range(TAPS):
-        place, inside = _source_of(
+        source_index, inside = _source_of(
             position, tap, of_h, of_w, from_d, from_h, from_w, stride_d, stride_h, stride_w,
             padding_d, padding_h, padding_w, dilation_d, dilation_h, dilation_w, TAPS_H, TAPS_W, TRANSPOSED,
         )  # fmt: skip
         inside = present[:, None] & (inside & within)[None, :]
-        values = tl.load(source + of_channel + place[None, :] * source_position, mask=inside, other=0.0)
+        source_offset = channel_offset + source_index[None, :] * source_position_stride
+        values = tl.load(source + source_offset, mask=inside, other=0.0)
         factor = tl.load(weight + channel.to(tl.int64) * TAPS + tap, mask=present, other=0.0)
         total += values.to(tl.float32) * factor.to(tl.float32)[:, None]
-    here = sample * channels * positions + channel.to(tl.int64)[:, None] * result_channel
-    here += position.to(tl.int64)[None, :] * result_position
-    tl.store(result + here, total.to(result.dtype.element_ty), mask=present[:, None] & within[None, :])
+    result_offset = sample * channels * positions + channel.to(tl.int64)[:, None] * result_channel_stride
+    result_offset += position.to(tl.int64)[None, :] * result_position_stride
+    tl.store(result + result_offset, total.to(result.dtype.element_ty), mask=present[:, None] & within[None, :])
 
 
 @jit
 def weight_gradient_kernel(
-    d_y, x, sums, samples, channels, positions, parts, span, length, of_h, of_w, from_d, from_h, from_w,
+    d_y, x, sums, samples, channels, positions, parts, samples_of_part, length, of_h, of_w, from_d, from_h, from_w,
     stride_d, stride_h, stride_w, padding_d, padding_h, padding_w, dilation_d, dilation_h, dilation_w,
-    result_channel, result_position, source_channel, source_position,
+    result_channel_stride, result_position_stride, source_channel_stride, source_position_stride,
     TAPS: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program for CHANNELS channels and a part of dy, `length` positions of each of `span` samples: its sums for
-    each tap, and for the bias in the row behind those. ROWS is TAPS or one more."""
-    row = tl.program_id(0)
-    first = row // parts * span
-    last = tl.minimum(first + span, samples)
+    """One program for CHANNELS channels and a part of dy, `length` positions of each of `samples_of_part` samples: its
+    sums for each tap, and for the bias in a further row. ROWS is TAPS, with a bias one more."""
+    program = tl.program_id(0)
+    first = program // parts * samples_of_part
+    last = tl.minimum(first + samples_of_part, samples)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
-    of_dy = channel.to(tl.int64)[:, None] * result_channel
-    of_x = channel.to(tl.int64)[:, None] * source_channel
-    begin = (row % parts) * length
+    d_y_channel_offset = channel.to(tl.int64)[:, None] * result_channel_stride
+    x_channel_offset = channel.to(tl.int64)[:, None] * source_channel_stride
+    begin = (program % parts) * length
     end = tl.minimum(begin + length, positions)
     tiles = tl.cdiv(end - begin, POSITIONS)
     for tap in range(ROWS):
         total = tl.zeros((CHANNELS, POSITIONS), tl.float32)
         for tile in range(tiles * (last - first)):
-            sample = tl.cast(first + tile // tiles, tl.int64) * channels
+            sample = tl.cast(first + tile // tiles, tl.int64) * channels  # channels of earlier samples
             position = begin + tile % tiles * POSITIONS + tl.arange(0, POSITIONS)
             within = position < end
-            place, inside = _source_of(
+            source_index, inside = _source_of(
                 position, tap, of_h, of_w, from_d, from_h, from_w, stride_d, stride_h, stride_w,
                 padding_d, padding_h, padding_w, dilation_d, dilation_h, dilation_w, TAPS_H, TAPS_W, False,
             )  # fmt: skip
             inside = inside & (tap < TAPS)
-            here = sample * positions + of_dy + position.to(tl.int64)[None, :] * result_position
-            grad = tl.load(d_y + here, mask=present[:, None] & within[None, :], other=0.0).to(tl.float32)
+            offset = sample * positions + d_y_channel_offset + position.to(tl.int64)[None, :] * result_position_stride
+            grad = tl.load(d_y + offset, mask=present[:, None] & within[None, :], other=0.0).to(tl.float32)
             inside = present[:, None] & (inside & within)[None, :]
-            here = sample * from_d * from_h * from_w + of_x + place[None, :] * source_position
-            values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
-            values = tl.where(tap < TAPS, values, 1.0)
+            x_offset = sample * from_d * from_h * from_w + x_channel_offset
+            x_offset += source_index[None, :] * source_position_stride
+            values = tl.load(x + x_offset, mask=inside, other=0.0).to(tl.float32)
+            values = tl.where(tap < TAPS, values, 1.0)  # in the bias's row, dy alone is summed
             total += grad * values
-        to = (row.to(tl.int64) * ROWS + tap) * channels + channel
-        tl.store(sums + to, tl.sum(total, 1), mask=present)
+        sums_offset = (program.to(tl.int64) * ROWS + tap) * channels + channel
+        tl.store(sums + sums_offset, tl.sum(total, 1), mask=present)
 
 
 @dataclass(frozen=True)
@@ -359,6 +365,7 @@ class _Geometry:
     """Stride, padding and dilation."""
 
     def _in_3d(self, numbers: Sequence[int], filler: int = 1) -> list[int]:
+        """The numbers of each dimension, with a ``filler`` for missing dimensions, which come first."""
         return [filler] * (_DIMS - len(numbers)) + list(numbers)
 
     @property
@@ -369,12 +376,12 @@ class _Geometry:
     def sizes(self) -> list[int]:
         """Sizes of the result in its last two dimensions, of the source, stride, padding, dilation, strides."""
         stride, padding, dilation = self.steps
-        last = not self.result.is_contiguous() or not self.source.is_contiguous()
+        channels_last = not self.result.is_contiguous() or not self.source.is_contiguous()
         channels = self.result.shape[1]
         strides = [
             number
             for tensor in (self.result, self.source)
-            for number in ((1, channels) if last else (tensor.shape[2:].numel(), 1))
+            for number in ((1, channels) if channels_last else (tensor.shape[2:].numel(), 1))
         ]
         return [
             *self._in_3d(self.result.shape[2:])[1:], *self._in_3d(self.source.shape[2:]),
@@ -421,14 +428,17 @@ def _convolve(
 
 
 def parts_of(samples: int, positions: int, taps: int, tile: int = 1) -> tuple[int, int, int]:
-    """How programs share dy to sum the gradient of a filter: parts of all samples, samples of a part, and positions of
-    each, which are full tiles if parts are smaller than a sample."""
+    """How programs share dy to sum the gradient of a filter: (number of parts, samples of a part, positions of each of
+    these samples). Parts smaller than a sample have full tiles.
+
+    A part has enough positions (`least`) that the sums, a number for each tap, are few compared to dy.
+    """
     least = max(_LEAST_PART, _PART_OF_TAPS * taps)
     if positions < 2 * least:
-        span = max(1, min(samples, -(-least // max(1, positions))))
-        return -(-samples // span), span, positions
-    even = -(-positions // (positions // least))
-    length = -(-even // tile) * tile
+        samples_of_part = max(1, min(samples, -(-least // max(1, positions))))
+        return -(-samples // samples_of_part), samples_of_part, positions
+    equal_length = -(-positions // (positions // least))
+    length = -(-equal_length // tile) * tile
     return samples * -(-positions // length), 1, length
 
 
@@ -442,16 +452,17 @@ def _sum_weight_gradient(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> None:
+    """Write the gradients of weight and bias, where they have elements: sums of parts by a kernel, and their sum."""
     geometry = _Geometry(d_y, x, weight, (stride, padding, dilation))
     tile, taps = geometry.tile(most_channels=16), geometry.taps
     samples, channels = d_y.shape[:2]
-    programs, span, length = parts_of(samples, geometry.positions, taps["TAPS"], tile["POSITIONS"])
+    programs, samples_of_part, length = parts_of(samples, geometry.positions, taps["TAPS"], tile["POSITIONS"])
     parts, rows = -(-geometry.positions // length), taps["TAPS"] + (d_bias.numel() > 0)
     sums = d_y.new_empty((programs, rows, channels), dtype=accumulated(d_y.dtype))
     launch(
         weight_gradient_kernel, (programs, -(-channels // tile["CHANNELS"])),
-        d_y, x, sums, samples, channels, geometry.positions, parts, span, length, *geometry.sizes, **taps, ROWS=rows,
-        **tile,
+        d_y, x, sums, samples, channels, geometry.positions, parts, samples_of_part, length, *geometry.sizes, **taps,
+        ROWS=rows, **tile,
     )  # fmt: skip
     total = sums[0] if programs == 1 else sums.sum(0)  # (rows, C)
     if d_weight.numel():

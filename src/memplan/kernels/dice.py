@@ -128,6 +128,7 @@ def dice_cross_entropy(
 
 
 def _check(logits: Tensor, targets: Tensor, weight: Tensor | None) -> None:
+    """Raise InputError if shapes or dtypes do not fit."""
     if logits.dim() < 2 or not logits.is_floating_point() or logits.shape[1] < 2 or logits.numel() == 0:
         raise InputError(
             f"logits have the shape {tuple(logits.shape)} and are of {logits.dtype}",
@@ -151,13 +152,15 @@ def _check(logits: Tensor, targets: Tensor, weight: Tensor | None) -> None:
 
 @custom_op("memplan::class_sums", mutates_args=())
 def class_sums(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool) -> Tensor:
-    """I, P, T and L of each sample and class, (4, N, C), in float32 (float64 for float64).
+    """Four sums over the positions of each sample and class, (4, N, C), in float32 (float64 for float64): of the
+    probabilities of the class where it is the target (I), of its probabilities (P), the number of positions where it is
+    the target (T), and their cross-entropy (L).
 
     Args:
         logits: (N, C, ...), contiguous or channels last.
         targets: class indices (N, S), of any integer dtype.
         ignore_index: positions of this class count in no sum.
-        squared: whether P is of squares.
+        squared: whether the second sum is of squares.
     """
     sums = _empty_sums(logits, targets, ignore_index, squared)
     fits = logits.shape[1] <= LARGEST_CLASSES
@@ -194,6 +197,7 @@ def differentiate(
 
 
 def _save(ctx, inputs, output):
+    """Save logits and targets for the backward pass (`torch.library` calls this after the op)."""
     logits, targets, ctx.ignore_index, ctx.squared = inputs
     ctx.save_for_backward(logits, targets)
 
@@ -231,18 +235,18 @@ def _sums(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, sum
     """Write for each sample and class the sums of `class_sums`, added up in float64."""
     total = sums.new_zeros(sums.shape, dtype=torch.float64)
     classes = torch.arange(logits.shape[1], device=logits.device)[:, None]
-    for sample, _, z, t in _pieces(logits, targets):
-        log_p = z.to(sums.dtype).log_softmax(0)
-        counted = (t != ignore_index)[None, :]
-        here = (classes == t) & counted
-        missing = (counted & ((t < 0) | (t >= logits.shape[1]))).any()
-        into = total[:, sample]
-        into[3] -= torch.where(here, log_p, 0.0).sum(1, dtype=torch.float64)
-        into[3] += torch.where(missing, float("nan"), 0.0)
+    for sample, _, piece_logits, piece_targets in _pieces(logits, targets):
+        log_p = piece_logits.to(sums.dtype).log_softmax(0)
+        counted = (piece_targets != ignore_index)[None, :]
+        is_target = (classes == piece_targets) & counted
+        is_invalid = (counted & ((piece_targets < 0) | (piece_targets >= logits.shape[1]))).any()
+        sums_of_sample = total[:, sample]
+        sums_of_sample[3] -= torch.where(is_target, log_p, 0.0).sum(1, dtype=torch.float64)
+        sums_of_sample[3] += torch.where(is_invalid, float("nan"), 0.0)
         p = log_p.exp_().mul_(counted)
-        into[0] += torch.where(here, p, 0.0).sum(1, dtype=torch.float64)
-        into[1] += (p.square_() if squared else p).sum(1, dtype=torch.float64)
-        into[2] += here.sum(1)
+        sums_of_sample[0] += torch.where(is_target, p, 0.0).sum(1, dtype=torch.float64)
+        sums_of_sample[1] += (p.square_() if squared else p).sum(1, dtype=torch.float64)
+        sums_of_sample[2] += is_target.sum(1)
         del log_p, p
     sums.copy_(total)
 
@@ -250,19 +254,23 @@ def _sums(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, sum
 def _backward(
     d_sums: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, d_logits: Tensor
 ) -> None:
-    """Write the gradient of the logits, given that of the sums."""
+    """Write the gradient of the logits, given that of the sums, a piece at a time.
+
+    With e = d_predicted + (d_intersections where the class is the target): d_logits = p (e - Σ p e) + d_loss (p - 1
+    where the class is the target, else p), with sums over classes; 0 where the position is ignored.
+    """
     classes = torch.arange(logits.shape[1], device=logits.device)[:, None]
     results = _pieces(d_logits, targets)
-    for (sample, _, z, t), (_, _, out, _) in zip(_pieces(logits, targets), results, strict=True):
+    for (sample, _, piece_logits, piece_targets), (_, _, out, _) in zip(_pieces(logits, targets), results, strict=True):
         d_intersections, d_predicted, _, d_losses = d_sums[:, sample, :, None]
-        p = z.to(d_sums.dtype).softmax(0)
-        counted = (t != ignore_index)[None, :]
-        here = (classes == t) & counted
-        gradient = torch.where(here, d_intersections, 0.0)
+        p = piece_logits.to(d_sums.dtype).softmax(0)
+        counted = (piece_targets != ignore_index)[None, :]
+        is_target = (classes == piece_targets) & counted
+        gradient = torch.where(is_target, d_intersections, 0.0)
         gradient += 2 * p * d_predicted if squared else d_predicted
         gradient.sub_((p * gradient).sum(0)).mul_(p)
-        d_loss = torch.where(here, d_losses, 0.0).sum(0)
-        gradient += p.sub_(here.to(p.dtype)).mul_(d_loss)
+        d_loss = torch.where(is_target, d_losses, 0.0).sum(0)
+        gradient += p.sub_(is_target.to(p.dtype)).mul_(d_loss)
         out.copy_(gradient.mul_(counted))
         del p, gradient
 
@@ -275,14 +283,17 @@ def class_sums_kernel(
     logits, targets, sums, classes, positions, parts, length, class_stride, position_stride, ignored,
     SQUARED: tl.constexpr, CLASSES: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Write I, P, T and L of a part of the positions of a sample, (4, programs, classes); a program for each part."""
-    row = tl.program_id(0)
-    sample = (row // parts).to(tl.int64)
-    begin = (row % parts) * length
+    """Write the sums of `class_sums` over a part of the positions of a sample, (4, programs, classes).
+
+    One program for each part, of ``length`` positions; a sample has ``parts``. Class ``ignored`` does not count.
+    """
+    sample_part = tl.program_id(0)
+    sample = (sample_part // parts).to(tl.int64)
+    begin = (sample_part % parts) * length
     end = tl.minimum(begin + length, positions)
     of_class = tl.arange(0, CLASSES)
     present = of_class < classes
-    start = sample * classes * positions + of_class.to(tl.int64)[:, None] * class_stride
+    class_offset = sample * classes * positions + of_class.to(tl.int64)[:, None] * class_stride
     intersections = tl.zeros((CLASSES, POSITIONS), tl.float32)
     predicted = tl.zeros((CLASSES, POSITIONS), tl.float32)
     counts = tl.zeros((CLASSES, POSITIONS), tl.float32)
@@ -290,8 +301,8 @@ def class_sums_kernel(
     for first in range(begin, end, POSITIONS):
         position = first + tl.arange(0, POSITIONS)
         inside = position < end
-        here = start + position.to(tl.int64)[None, :] * position_stride
-        z = tl.load(logits + here, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        offset = class_offset + position.to(tl.int64)[None, :] * position_stride
+        z = tl.load(logits + offset, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
         z = tl.where(present[:, None], z, float("-inf"))
         t = tl.load(targets + sample * positions + position, mask=inside, other=0).to(tl.int64)
         counted = inside & (t != ignored)
@@ -304,50 +315,50 @@ def class_sums_kernel(
         predicted += p * p if SQUARED else p
         counts += tl.where(is_target, 1.0, 0.0)
         losses += tl.where(is_target, tl.log(total) - z, 0.0)
-        missing = counted & ((t < 0) | (t >= classes))
-        losses = tl.where(missing[None, :], float("nan"), losses)
-    to = row.to(tl.int64) * classes + of_class
-    step = tl.num_programs(0).to(tl.int64) * classes
-    tl.store(sums + to, tl.sum(intersections, 1), mask=present)
-    tl.store(sums + step + to, tl.sum(predicted, 1), mask=present)
-    tl.store(sums + 2 * step + to, tl.sum(counts, 1), mask=present)
-    tl.store(sums + 3 * step + to, tl.sum(losses, 1), mask=present)
+        is_invalid = counted & ((t < 0) | (t >= classes))
+        losses = tl.where(is_invalid[None, :], float("nan"), losses)
+    result_offset = sample_part.to(tl.int64) * classes + of_class
+    sums_stride = tl.num_programs(0).to(tl.int64) * classes
+    tl.store(sums + result_offset, tl.sum(intersections, 1), mask=present)
+    tl.store(sums + sums_stride + result_offset, tl.sum(predicted, 1), mask=present)
+    tl.store(sums + 2 * sums_stride + result_offset, tl.sum(counts, 1), mask=present)
+    tl.store(sums + 3 * sums_stride + result_offset, tl.sum(losses, 1), mask=present)
 
 
 @jit
 def class_sums_backward_kernel(
-    d_sums, logits, targets, d_logits, classes, positions, tiles, step, class_stride, position_stride, ignored,
+    d_sums, logits, targets, d_logits, classes, positions, tiles, sums_stride, class_stride, position_stride, ignored,
     SQUARED: tl.constexpr, CLASSES: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the logits of POSITIONS positions of a sample; reads them all before it writes any, so that
-    d_logits may be logits. `step`: numbers of each of the four sums in d_sums."""
-    row = tl.program_id(0)
-    sample = (row // tiles).to(tl.int64)
-    position = (row % tiles) * POSITIONS + tl.arange(0, POSITIONS)
+    d_logits may be logits. `sums_stride`: numbers of each of the four sums in d_sums. The formula is in `_backward`."""
+    sample_tile = tl.program_id(0)
+    sample = (sample_tile // tiles).to(tl.int64)
+    position = (sample_tile % tiles) * POSITIONS + tl.arange(0, POSITIONS)
     inside = position < positions
     of_class = tl.arange(0, CLASSES)
     present = of_class < classes
-    here = sample * classes * positions
-    here += of_class.to(tl.int64)[:, None] * class_stride + position.to(tl.int64)[None, :] * position_stride
-    z = tl.load(logits + here, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    offset = sample * classes * positions
+    offset += of_class.to(tl.int64)[:, None] * class_stride + position.to(tl.int64)[None, :] * position_stride
+    z = tl.load(logits + offset, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
     z = tl.where(present[:, None], z, float("-inf"))
     t = tl.load(targets + sample * positions + position, mask=inside, other=0).to(tl.int64)
     counted = inside & (t != ignored)
     is_target = (of_class[:, None] == t[None, :]) & counted[None, :]
     p = tl.exp(z - tl.max(z, 0, keep_dims=True))
     p /= tl.sum(p, 0, keep_dims=True)
-    of = d_sums + sample * classes + of_class
-    d_intersection = tl.load(of, mask=present, other=0.0)
-    d_predicted = tl.load(of + step, mask=present, other=0.0)
-    d_loss = tl.load(of + 3 * step, mask=present, other=0.0)
+    d_sums_of_class = d_sums + sample * classes + of_class
+    d_intersection = tl.load(d_sums_of_class, mask=present, other=0.0)
+    d_predicted = tl.load(d_sums_of_class + sums_stride, mask=present, other=0.0)
+    d_loss = tl.load(d_sums_of_class + 3 * sums_stride, mask=present, other=0.0)
     gradient = tl.where(is_target, d_intersection[:, None], 0.0)
     gradient += 2.0 * p * d_predicted[:, None] if SQUARED else d_predicted[:, None]
     gradient = p * (gradient - tl.sum(p * gradient, 0, keep_dims=True))
-    of_target = tl.sum(tl.where(is_target, d_loss[:, None], 0.0), 0, keep_dims=True)
-    gradient += of_target * (p - tl.where(is_target, 1.0, 0.0))
+    target_loss_gradient = tl.sum(tl.where(is_target, d_loss[:, None], 0.0), 0, keep_dims=True)
+    gradient += target_loss_gradient * (p - tl.where(is_target, 1.0, 0.0))
     gradient = tl.where(counted[None, :], gradient, 0.0)
     tl.store(
-        d_logits + here, gradient.to(d_logits.dtype.element_ty), mask=present[:, None] & inside[None, :]
+        d_logits + offset, gradient.to(d_logits.dtype.element_ty), mask=present[:, None] & inside[None, :]
     )  # fmt: skip
 
 
@@ -364,10 +375,11 @@ def _shape(logits: Tensor) -> tuple[int, int, tuple[int, int], dict[str, Any]]:
     """Classes, positions, the strides of each, and the compile-time arguments of the kernels."""
     classes, positions = logits.shape[1], logits.shape[2:].numel()
     strides = (positions, 1) if logits.is_contiguous() else (1, classes)
-    of_tile = 1 << (classes - 1).bit_length()
-    at_once = _positions_of_tile(classes)
+    classes_of_tile = 1 << (classes - 1).bit_length()
+    positions_of_tile = _positions_of_tile(classes)
     return classes, positions, strides, {
-        "CLASSES": of_tile, "POSITIONS": at_once, "num_warps": warps_of(of_tile * at_once),
+        "CLASSES": classes_of_tile, "POSITIONS": positions_of_tile,
+        "num_warps": warps_of(classes_of_tile * positions_of_tile),
     }  # fmt: skip
 
 

@@ -121,6 +121,7 @@ def _(d_y, gate, up, activation):
 
 
 def _save(ctx, inputs, output):
+    """Save gate and up for the backward pass (`torch.library` calls this after the op)."""
     gate, up, ctx.activation = inputs
     ctx.save_for_backward(gate, up)
 
@@ -151,6 +152,7 @@ def _grid(x: Tensor) -> tuple[tuple[int, int], int]:
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:
+    """The activation of gate, in new memory."""
     if activation == "silu":
         return F.silu(gate)
     return F.gelu(gate, approximate="tanh" if activation == "tanh" else "none")
@@ -177,14 +179,14 @@ def _backward(d_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[T
 def _value_and_slope(gate, ACTIVATION: tl.constexpr):
     """The activation of gate and its derivative. Each activation is gate · share(gate); slope is share's derivative."""
     if ACTIVATION == "silu":
-        share, slope = sigmoid(gate)
-    elif ACTIVATION == "gelu":
+        share, share_slope = sigmoid(gate)
+    elif ACTIVATION == "gelu":  # the normal distribution and its density: with 1 / sqrt(2) and 1 / sqrt(2 π)
         share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-        slope = tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-    else:
-        share, slope = sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        slope *= 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
-    return gate * share, share + gate * slope
+        share_slope = tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    else:  # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / π) (gate + 0.044715 gate³)
+        share, share_slope = sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        share_slope *= 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    return gate * share, share + gate * share_slope
 
 
 @jit
@@ -210,10 +212,10 @@ def gated_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    given = tl.load(d_y + row * d_y_stride + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(d_y + row * d_y_stride + column, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     value, slope = _value_and_slope(g, ACTIVATION)
-    here = row * columns + column
-    tl.store(d_gate + here, (given * u * slope).to(d_gate.dtype.element_ty), mask=inside)
-    tl.store(d_up + here, (given * value).to(d_up.dtype.element_ty), mask=inside)
+    offset = row * columns + column
+    tl.store(d_gate + offset, (grad * u * slope).to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + offset, (grad * value).to(d_up.dtype.element_ty), mask=inside)

@@ -43,8 +43,8 @@ def sigmoid(z):
     """S(z) = 1 / (1 + exp(-z)) and its derivative, by exponentials of negative numbers alone and without a difference
     of near numbers."""
     small = tl.exp(-tl.abs(z))
-    nearer = 1.0 / (1.0 + small)
-    return tl.where(z < 0, small * nearer, nearer), small * nearer * nearer
+    of_absolute = 1.0 / (1.0 + small)  # S(|z|), and S(-|z|) = small · S(|z|)
+    return tl.where(z < 0, small * of_absolute, of_absolute), small * of_absolute * of_absolute
 
 
 def interpreted() -> bool:

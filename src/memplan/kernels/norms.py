@@ -109,8 +109,8 @@ def _norm_of(
         if operand is not None and operand.shape != x.shape[-1:]:
             raise InputError(f"{name} has the shape {tuple(operand.shape)}", expected=f"{tuple(x.shape[-1:])}")
     rows = x.reshape(-1, x.shape[-1])
-    of_rows = None if residual is None else residual.reshape(rows.shape)
-    y, h, _, _ = norm(rows, of_rows, weight, bias, eps, centred)
+    residual_rows = None if residual is None else residual.reshape(rows.shape)
+    y, h, _, _ = norm(rows, residual_rows, weight, bias, eps, centred)
     return y.view(x.shape) if residual is None else (y.view(x.shape), h.view(x.shape))
 
 
@@ -173,12 +173,14 @@ def norm_backward(
 
 @norm_backward.register_fake
 def _empty_gradients(d_y, d_h, h, weight, bias, mean, rstd, wanted):
+    """Memory for the gradients of h, weight and bias: the op's results on fake tensors."""
     d_weight = torch.empty_like(weight) if wanted else weight.new_empty(0)
     d_bias = torch.empty_like(bias) if wanted and bias is not None else weight.new_empty(0)
     return h.new_empty(h.shape), d_weight, d_bias
 
 
 def _save(ctx, inputs, output):
+    """Save for the backward pass what was normalized, and its statistics (`torch.library` calls this after the op)."""
     ctx.set_materialize_grads(False)  # dh of a sum that nothing else reads
     x, residual, weight, bias, _, _ = inputs
     _, h, mean, rstd = output
@@ -187,6 +189,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, d_y, d_h, d_mean, d_rstd):
+    """Gradients of the op's arguments, in their order. x and residual have the same gradient, that of their sum h."""
     h, weight, bias, mean, rstd = ctx.saved_tensors
     needs_x, needs_residual, *needs_parameters = ctx.needs_input_grad[:4]
     if d_y is None:
@@ -227,7 +230,8 @@ def _norm(
     rstd: Tensor,
     eps: float,
 ) -> None:
-    """Write y, mean and rstd of each row, and with a residual the sum h = x + residual."""
+    """Write y, mean (unless it has no elements, as for RMS norm) and rstd of each row, and with a residual the sum
+    h = x + residual."""
     values = x if residual is None else torch.add(x, residual, out=h)
     values = values.to(rstd.dtype)
     if mean.numel():
@@ -248,7 +252,11 @@ def _backward(
     rstd: Tensor,
     wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of h, weight and bias; the latter without elements unless `wanted`."""
+    """Gradients of h, weight and bias; the latter two without elements unless `wanted`.
+
+    With ĥ the normalized h and g = d_y · weight: d_h = (g - mean(g) - ĥ · mean(g · ĥ)) · rstd, without mean(g) for RMS
+    norm, plus the gradient from other readers.
+    """
     normalized = h.to(rstd.dtype)
     if mean.numel():
         normalized = normalized - mean[:, None]
@@ -283,14 +291,14 @@ def norm_kernel(
     column = tl.arange(0, BLOCK)
     present = row < rows
     inside = present[:, None] & (column < columns)[None, :]
-    here = row[:, None] * columns + column[None, :]
+    offset = row[:, None] * columns + column[None, :]
     values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         values += tl.load(
             residual + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0
         ).to(tl.float32)  # fmt: skip
         rounded = values.to(h.dtype.element_ty)
-        tl.store(h + here, rounded, mask=inside)
+        tl.store(h + offset, rounded, mask=inside)
         values = rounded.to(tl.float32)  # as the backward pass reads them
     if CENTRED:
         m = tl.sum(values, 1) / columns
@@ -302,7 +310,7 @@ def norm_kernel(
     values *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + here, values.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + offset, values.to(y.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -330,24 +338,24 @@ def norm_backward_kernel(
         if CENTRED:
             normalized -= tl.load(mean + row, mask=present, other=0.0)[:, None]
         normalized = tl.where(inside, normalized * r[:, None], 0.0)
-        given = tl.load(d_y + row[:, None] * d_y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(d_y + row[:, None] * d_y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if WEIGHTS:
-            d_weight += tl.sum(given * normalized, 0)
+            d_weight += tl.sum(grad * normalized, 0)
         if BIASES:
-            d_bias += tl.sum(given, 0)
-        given *= scale[None, :]
-        values = given - normalized * (tl.sum(given * normalized, 1) / columns)[:, None]
+            d_bias += tl.sum(grad, 0)
+        grad *= scale[None, :]
+        values = grad - normalized * (tl.sum(grad * normalized, 1) / columns)[:, None]
         if CENTRED:
-            values -= (tl.sum(given, 1) / columns)[:, None]
+            values -= (tl.sum(grad, 1) / columns)[:, None]
         values *= r[:, None]
         if SUM:
             values += tl.load(d_h + row[:, None] * d_h_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         tl.store(d_x + row[:, None] * columns + column[None, :], values.to(d_x.dtype.element_ty), mask=inside)
-    place = tl.program_id(0) * columns + column
+    offset = tl.program_id(0) * columns + column
     if WEIGHTS:
-        tl.store(d_weights + place, d_weight, mask=column < columns)
+        tl.store(d_weights + offset, d_weight, mask=column < columns)
     if BIASES:
-        tl.store(d_biases + place, d_bias, mask=column < columns)
+        tl.store(d_biases + offset, d_bias, mask=column < columns)
 
 
 def _tile(columns: int) -> dict[str, int]:
@@ -371,11 +379,11 @@ def _norm_in_triton(
     """As `_norm`, by a Triton kernel."""
     (rows, columns), tile = x.shape, _tile(x.shape[1])
     x = rows_of(x)
-    added = x if residual is None else rows_of(residual)
+    residual_rows = x if residual is None else rows_of(residual)
     launch(
         norm_kernel, (-(-rows // tile["ROWS"]),),
-        x, added, weight.contiguous(), weight if bias is None else bias.contiguous(), y, h, mean, rstd,
-        rows, columns, x.stride(0), added.stride(0), eps,
+        x, residual_rows, weight.contiguous(), weight if bias is None else bias.contiguous(), y, h, mean, rstd,
+        rows, columns, x.stride(0), residual_rows.stride(0), eps,
         RESIDUAL=residual is not None, CENTRED=mean.numel() > 0, BIAS=bias is not None, **tile,
     )  # fmt: skip
 
@@ -393,15 +401,15 @@ def _backward_in_triton(
     """As `_backward`, by Triton's kernels."""
     (rows, columns), tile = h.shape, _tile(h.shape[1])
     d_y, h = rows_of(d_y), rows_of(h)
-    added = d_y if d_h is None else rows_of(d_h)
+    d_h_rows = d_y if d_h is None else rows_of(d_h)
     d_x = h.new_empty(h.shape)
     count = min(-(-rows // tile["ROWS"]), programs(h.device))
     d_weights = rstd.new_empty(count if wanted else 0, columns)
     d_biases = rstd.new_empty(count if wanted and bias is not None else 0, columns)
     launch(
         norm_backward_kernel, (count,),
-        d_y, added, h, weight.contiguous(), mean, rstd, d_x, d_weights, d_biases,
-        rows, columns, d_y.stride(0), added.stride(0), h.stride(0),
+        d_y, d_h_rows, h, weight.contiguous(), mean, rstd, d_x, d_weights, d_biases,
+        rows, columns, d_y.stride(0), d_h_rows.stride(0), h.stride(0),
         SUM=d_h is not None, CENTRED=mean.numel() > 0, WEIGHTS=wanted, BIASES=d_biases.numel() > 0, **tile,
     )  # fmt: skip
     d_weight = d_weights.sum(0).to(weight.dtype) if wanted else weight.new_empty(0)

@@ -85,8 +85,8 @@ def softmax_dropout(
     """
     dtype = x.dtype if dtype is None else dtype
     if x.dim() == 0 or not x.is_floating_point() or not dtype.is_floating_point:
-        of = f"x has the shape {tuple(x.shape)} and is of {x.dtype}, dtype is {dtype}"
-        raise InputError(of, expected="scores (..., L) of floats")
+        problem = f"x has the shape {tuple(x.shape)} and is of {x.dtype}, dtype is {dtype}"
+        raise InputError(problem, expected="scores (..., L) of floats")
     if not 0.0 <= p <= 1.0:
         raise InputError(f"p is {p}", expected="a number from 0 to 1")
     if scale == 0 or not math.isfinite(scale):
@@ -115,6 +115,7 @@ def _drawn(like: Tensor, p: float) -> Tensor:
 
 
 def _under_vmap() -> InputError:
+    """Return the error for a call within `torch.vmap`."""
     return InputError(
         "memplan.kernels.softmax_dropout does not run under torch.vmap",
         do="Call it on the whole batch: any leading dimensions are taken",
@@ -122,10 +123,11 @@ def _under_vmap() -> InputError:
 
 
 def _check_mask(x: Tensor, mask: Tensor) -> None:
+    """Raise InputError unless the mask is boolean or floating point, and broadcasts to x's shape."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(f"mask is of {mask.dtype}", expected="torch.bool, or a floating-point dtype")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    if mask.dim() > x.dim() or any(size not in (1, of) for size, of in sizes):
+    if mask.dim() > x.dim() or any(size not in (1, full) for size, full in sizes):
         raise InputError(f"mask has the shape {tuple(mask.shape)}", expected=f"one that broadcasts to {tuple(x.shape)}")
 
 
@@ -181,6 +183,7 @@ def masked_softmax(
 
 @masked_softmax.register_fake
 def _empty_results(x, mask, bits, fill, scale, p, dtype):
+    """Memory for y and the statistics: the op's results on fake tensors."""
     rows = 0 if _reads_result(x, bits, dtype) else x.shape[:-1].numel()
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(2, rows, dtype=accumulated(x.dtype))
 
@@ -226,11 +229,11 @@ def differentiate(
 ) -> Tensor:
     """As `masked_softmax_backward`, with x's gradient written to ``into``: new memory if it is None, or that of a
     contiguous ``d_y``, ``x`` or ``y``."""
-    of = y if x is None else x
-    assert of is not None
-    d_x = of.new_empty(of.shape) if into is None else into
-    run = _backward_in_triton if launches(d_y, of, mask, bits) else _backward
-    run(d_y.contiguous(), of.contiguous(), x is None, mask, bits, statistics, fill, scale, _kept_scale(p), d_x)
+    saved = y if x is None else x
+    assert saved is not None
+    d_x = saved.new_empty(saved.shape) if into is None else into
+    run = _backward_in_triton if launches(d_y, saved, mask, bits) else _backward
+    run(d_y.contiguous(), saved.contiguous(), x is None, mask, bits, statistics, fill, scale, _kept_scale(p), d_x)
     return d_x
 
 
@@ -240,17 +243,21 @@ def _kept_scale(p: float) -> float:
 
 
 def _save(ctx, inputs, output):
+    """Save y for the backward pass or, with dropout or in another dtype, x and the statistics (`torch.library` calls
+    this after the op)."""
     x, mask, bits, ctx.fill, ctx.scale, ctx.p, dtype = inputs
     y, statistics = output
     ctx.mark_non_differentiable(statistics)
     ctx.set_materialize_grads(False)  # of the statistics
     from_y = _reads_result(x, bits, dtype)
     ctx.mask_shape = None if mask is None else (mask.shape, mask.dtype)
+    # y has the probabilities: an added mask is not needed then, a boolean one says where the gradient is 0
     needed = mask if mask is not None and (mask.dtype == torch.bool or not from_y) else None
     ctx.save_for_backward(None if from_y else x, y if from_y else None, needed, bits, statistics)
 
 
 def _differentiate(ctx, d_y, d_statistics):
+    """Gradients of the op's arguments, in their order: x, mask, and None for the others."""
     if d_y is None:
         return None, None, None, None, None, None, None
     d_x = masked_softmax_backward(d_y, *ctx.saved_tensors, ctx.fill, ctx.scale, ctx.p)
@@ -281,8 +288,8 @@ class _Masked:
 
     @staticmethod
     def of(x: Tensor, mask: Tensor | None) -> _Masked:
-        """Join leading dimensions of x as far as the mask's strides are even there. A mask with more than three groups
-        of them is copied to x's shape."""
+        """Join leading dimensions of x to three (samples, heads, queries), as far as one stride of the mask steps
+        through them. A mask that would need more than three is copied to x's shape."""
         *sizes, columns = x.shape
         if mask is None:
             return _Masked((1, 1, math.prod(sizes), columns), mask=None)
@@ -311,6 +318,7 @@ class _Masked:
         if 0 in self.shape:
             return
         most = max(_LEAST_PIECE, math.prod(self.shape) // _PIECES)
+        # as many samples, heads and queries as have `most` scores, at least one of each
         steps = [max(1, most // max(1, size)) for size in (heads * queries * columns, queries * columns, columns)]
         steps = [min(steps[0], samples), min(steps[1], heads), min(steps[2], queries)]
         for sample in range(0, samples, steps[0]):
@@ -331,7 +339,7 @@ class _Masked:
 
 
 def _scores(x: Tensor, mask: Tensor | None, fill: float, scale: float, dtype: torch.dtype) -> Tensor:
-    """s of a piece, in new memory."""
+    """Scores of a piece after scale and mask, in new memory."""
     s = x.to(dtype, copy=True).mul_(scale)
     if mask is None:
         return s
@@ -341,8 +349,8 @@ def _scores(x: Tensor, mask: Tensor | None, fill: float, scale: float, dtype: to
 def _flags(bits: Tensor, first: int, count: int) -> Tensor:
     """The bits of `count` elements from `first` on, as bool."""
     packed = bits[first // 8 : (first + count + 7) // 8]
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (packed[:, None] >> places).bitwise_and_(1).view(-1)[first % 8 :][:count].view(torch.bool)
+    bit_numbers = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (packed[:, None] >> bit_numbers).bitwise_and_(1).view(-1)[first % 8 :][:count].view(torch.bool)
 
 
 def _softmax(
@@ -356,25 +364,26 @@ def _softmax(
     statistics: Tensor,
 ) -> None:
     """Write y, and the statistics if they have elements."""
-    whole = _Masked.of(x, mask)
-    x, y, rows = x.view(whole.shape), y.view(whole.shape), whole.shape[:3]
-    for piece, first in whole.pieces():
-        s = _scores(x[piece], None if whole.mask is None else whole.mask[piece], fill, scale, statistics.dtype)
-        most = s.amax(-1, keepdim=True)
-        s = s.sub_(most).exp_()
-        total = s.sum(-1, keepdim=True)
+    scores = _Masked.of(x, mask)
+    x, y, rows = x.view(scores.shape), y.view(scores.shape), scores.shape[:3]
+    for piece, first in scores.pieces():
+        mask_part = None if scores.mask is None else scores.mask[piece]
+        values = _scores(x[piece], mask_part, fill, scale, statistics.dtype)
+        most = values.amax(-1, keepdim=True)
+        values = values.sub_(most).exp_()
+        total = values.sum(-1, keepdim=True)
         if statistics.numel():
             statistics[0].view(rows)[piece] = most.squeeze(-1)
             statistics[1].view(rows)[piece] = total.squeeze(-1)
-        s.div_(total)
+        values.div_(total)
         if bits is not None:
-            s.mul_(_flags(bits, first, s.numel()).view(s.shape)).mul_(kept_scale)
-        y[piece] = s
+            values.mul_(_flags(bits, first, values.numel()).view(values.shape)).mul_(kept_scale)
+        y[piece] = values
 
 
 def _backward(
     d_y: Tensor,
-    of: Tensor,
+    saved: Tensor,
     from_y: bool,
     mask: Tensor | None,
     bits: Tensor | None,
@@ -384,22 +393,23 @@ def _backward(
     kept_scale: float,
     d_x: Tensor,
 ) -> None:
-    """Write the gradient of x. `of` is y if `from_y`, else x, from which p is computed again."""
-    whole = _Masked.of(of, mask)
-    d_y, of, d_x, rows = d_y.view(whole.shape), of.view(whole.shape), d_x.view(whole.shape), whole.shape[:3]
-    for piece, first in whole.pieces():
-        hidden = None if whole.mask is None else whole.mask[piece]
+    """Write the gradient of x: scale · p (g - Σ p · g), with g the gradient before dropout, and 0 where `fill` replaces
+    the score. `saved` is y if `from_y`, else x, from which p is computed again."""
+    scores = _Masked.of(saved, mask)
+    d_y, saved, d_x, rows = d_y.view(scores.shape), saved.view(scores.shape), d_x.view(scores.shape), scores.shape[:3]
+    for piece, first in scores.pieces():
+        mask_part = None if scores.mask is None else scores.mask[piece]
         if from_y:
-            p = of[piece].to(statistics.dtype)
+            p = saved[piece].to(statistics.dtype)
         else:
             most, total = (numbers.view(rows)[piece].unsqueeze(-1) for numbers in statistics)
-            p = _scores(of[piece], hidden, fill, scale, statistics.dtype).sub_(most).exp_().div_(total)
+            p = _scores(saved[piece], mask_part, fill, scale, statistics.dtype).sub_(most).exp_().div_(total)
         g = d_y[piece].to(statistics.dtype, copy=True)
         if bits is not None:
             g.mul_(_flags(bits, first, g.numel()).view(g.shape)).mul_(kept_scale)
         g.sub_((p * g).sum(-1, keepdim=True)).mul_(p).mul_(scale)
-        if hidden is not None and hidden.dtype == torch.bool:
-            g.masked_fill_(hidden, 0.0)
+        if mask_part is not None and mask_part.dtype == torch.bool:
+            g.masked_fill_(mask_part, 0.0)
         d_x[piece] = g
 
 
@@ -410,31 +420,32 @@ def _backward(
 def pack_kernel(flags, bits, count, BLOCK: tl.constexpr):
     """Write BLOCK bytes of eight flags each; flags are bytes of 0 or 1."""
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.arange(0, 8)
-    element = byte[:, None] * 8 + place[None, :]
+    bit = tl.arange(0, 8)
+    element = byte[:, None] * 8 + bit[None, :]
     flag = tl.load(flags + element, mask=element < count, other=0).to(tl.int32)
-    packed = tl.sum(flag << place[None, :], 1)
+    packed = tl.sum(flag << bit[None, :], 1)
     tl.store(bits + byte, packed.to(tl.uint8), mask=byte * 8 < count)
 
 
 @jit
-def _masked_scores(x, mask, here, mask_here, inside, scale, fill, MASK: tl.constexpr):
-    """s of a tile, -inf outside, and whether `fill` stands there (if MASK is "fill")."""
-    s = tl.load(x + here, mask=inside, other=0.0).to(tl.float32) * scale
-    hidden = inside
+def _masked_scores(x, mask, offset, mask_offset, inside, scale, fill, MASK: tl.constexpr):
+    """Scores of a tile after scale and mask, -inf outside of the row, and whether `fill` replaces them (if MASK is
+    "fill")."""
+    s = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * scale
+    masked = inside
     if MASK == "add":
-        s += tl.load(mask + mask_here, mask=inside, other=0.0).to(tl.float32)
+        s += tl.load(mask + mask_offset, mask=inside, other=0.0).to(tl.float32)
     elif MASK == "fill":
-        hidden = tl.load(mask + mask_here, mask=inside, other=0) != 0
-        s = tl.where(hidden, fill, s)
-    return tl.where(inside, s, float("-inf")), hidden
+        masked = tl.load(mask + mask_offset, mask=inside, other=0) != 0
+        s = tl.where(masked, fill, s)
+    return tl.where(inside, s, float("-inf")), masked
 
 
 @jit
-def _factors(bits, here, inside, kept_scale):
+def _factors(bits, offset, inside, kept_scale):
     """Dropout's factor of each element of a tile: `kept_scale` or 0."""
-    byte = tl.load(bits + (here >> 3), mask=inside, other=0).to(tl.int32)
-    return tl.where((byte >> (here & 7).to(tl.int32)) & 1 != 0, kept_scale, 0.0)
+    byte = tl.load(bits + (offset >> 3), mask=inside, other=0).to(tl.int32)
+    return tl.where((byte >> (offset & 7).to(tl.int32)) & 1 != 0, kept_scale, 0.0)
 
 
 @jit
@@ -445,44 +456,52 @@ def masked_softmax_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the probabilities of ROWS rows, and for the backward pass the largest score and the sum of exponentials of
-    each. BLOCK elements of a row at a time, all of them if WHOLE."""
+    each. BLOCK elements of a row at a time, all of them if WHOLE.
+
+    Rows are of (samples, heads, queries). ``mask_0`` to ``mask_3``: the mask's strides by sample, head, query and
+    element; ``kept_scale``: factor of probabilities that dropout keeps; MASK: "none", "add", or "fill", where `fill`
+    replaces scores.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < rows
-    of_row = (row // queries // heads) * mask_0 + (row // queries % heads) * mask_1 + (row % queries) * mask_2
+    row_mask_offset = (row // queries // heads) * mask_0 + (row // queries % heads) * mask_1 + (row % queries) * mask_2
     column = tl.arange(0, BLOCK)
     if WHOLE:
         inside = present[:, None] & (column < columns)[None, :]
-        here = row[:, None] * columns + column[None, :]
-        s, _ = _masked_scores(x, mask, here, of_row[:, None] + column[None, :] * mask_3, inside, scale, fill, MASK)
+        offset = row[:, None] * columns + column[None, :]
+        mask_offset = row_mask_offset[:, None] + column[None, :] * mask_3
+        s, _ = _masked_scores(x, mask, offset, mask_offset, inside, scale, fill, MASK)
         m = tl.where(present, tl.max(s, 1), 0.0)
         s = tl.exp(s - m[:, None])
         t = tl.sum(s, 1)
         s *= (1.0 / tl.where(present, t, 1.0))[:, None]
         if DROPOUT:
-            s *= _factors(bits, here, inside, kept_scale)
-        tl.store(y + here, s.to(y.dtype.element_ty), mask=inside)
+            s *= _factors(bits, offset, inside, kept_scale)
+        tl.store(y + offset, s.to(y.dtype.element_ty), mask=inside)
     else:
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         t = tl.zeros((ROWS,), tl.float32)
         for first in range(0, columns, BLOCK):
-            at = first + column
-            inside = present[:, None] & (at < columns)[None, :]
-            here = row[:, None] * columns + at[None, :]
-            s, _ = _masked_scores(x, mask, here, of_row[:, None] + at[None, :] * mask_3, inside, scale, fill, MASK)
+            element = first + column
+            inside = present[:, None] & (element < columns)[None, :]
+            offset = row[:, None] * columns + element[None, :]
+            mask_offset = row_mask_offset[:, None] + element[None, :] * mask_3
+            s, _ = _masked_scores(x, mask, offset, mask_offset, inside, scale, fill, MASK)
             larger = tl.maximum(m, tl.max(s, 1))
             shift = tl.where(larger == float("-inf"), 0.0, larger)  # exp(-inf - -inf) would be NaN
             t = t * tl.exp(m - shift) + tl.sum(tl.exp(s - shift[:, None]), 1)
             m = larger
-        m, by = tl.where(present, m, 0.0), 1.0 / tl.where(present, t, 1.0)
+        m, inverse_total = tl.where(present, m, 0.0), 1.0 / tl.where(present, t, 1.0)
         for first in range(0, columns, BLOCK):
-            at = first + column
-            inside = present[:, None] & (at < columns)[None, :]
-            here = row[:, None] * columns + at[None, :]
-            s, _ = _masked_scores(x, mask, here, of_row[:, None] + at[None, :] * mask_3, inside, scale, fill, MASK)
-            s = tl.exp(s - m[:, None]) * by[:, None]
+            element = first + column
+            inside = present[:, None] & (element < columns)[None, :]
+            offset = row[:, None] * columns + element[None, :]
+            mask_offset = row_mask_offset[:, None] + element[None, :] * mask_3
+            s, _ = _masked_scores(x, mask, offset, mask_offset, inside, scale, fill, MASK)
+            s = tl.exp(s - m[:, None]) * inverse_total[:, None]
             if DROPOUT:
-                s *= _factors(bits, here, inside, kept_scale)
-            tl.store(y + here, s.to(y.dtype.element_ty), mask=inside)
+                s *= _factors(bits, offset, inside, kept_scale)
+            tl.store(y + offset, s.to(y.dtype.element_ty), mask=inside)
     if STATISTICS:
         tl.store(most + row, m, mask=present)
         tl.store(total + row, t, mask=present)
@@ -490,65 +509,70 @@ def masked_softmax_kernel(
 
 @jit
 def _probabilities(
-    of, mask, here, mask_here, inside, m, by, scale, fill, FROM_Y: tl.constexpr, MASK: tl.constexpr
+    saved, mask, offset, mask_offset, inside, m, inverse_total, scale, fill, FROM_Y: tl.constexpr, MASK: tl.constexpr
 ):  # fmt: skip
-    """p of a tile, 0 outside, and whether `fill` stood there."""
+    """Probabilities of a tile, 0 outside of the row, and whether `fill` replaces the scores. ``saved`` is y, which has
+    the probabilities, if FROM_Y, else x; ``m`` and ``inverse_total``: the rows' largest score, and the inverse of their
+    sum of exponentials."""
     if FROM_Y:
-        p = tl.load(of + here, mask=inside, other=0.0).to(tl.float32)
-        hidden = inside
+        p = tl.load(saved + offset, mask=inside, other=0.0).to(tl.float32)
+        masked = inside
         if MASK == "fill":
-            hidden = tl.load(mask + mask_here, mask=inside, other=0) != 0
+            masked = tl.load(mask + mask_offset, mask=inside, other=0) != 0
     else:
-        s, hidden = _masked_scores(of, mask, here, mask_here, inside, scale, fill, MASK)
-        p = tl.exp(s - m[:, None]) * by[:, None]
-    return p, hidden
+        s, masked = _masked_scores(saved, mask, offset, mask_offset, inside, scale, fill, MASK)
+        p = tl.exp(s - m[:, None]) * inverse_total[:, None]
+    return p, masked
 
 
 @jit
 def masked_softmax_backward_kernel(
-    d_y, of, mask, bits, most, total, d_x, rows, columns, heads, queries, mask_0, mask_1, mask_2, mask_3,
+    d_y, saved, mask, bits, most, total, d_x, rows, columns, heads, queries, mask_0, mask_1, mask_2, mask_3,
     scale, fill, kept_scale,
     FROM_Y: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the scores of ROWS rows. `of` is y if FROM_Y, else x. Reads a tile before it is written, so
-    that d_x may be d_y or `of`."""
+    """Write the gradient of the scores of ROWS rows: scale · p (g - Σ p · g), with g the gradient before dropout. p is
+    `saved` (y) if FROM_Y, else computed again from `saved` (x). Reads a tile before it is written, so that d_x may be
+    d_y or `saved`. Other arguments are as for `masked_softmax_kernel`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < rows
-    of_row = (row // queries // heads) * mask_0 + (row // queries % heads) * mask_1 + (row % queries) * mask_2
+    row_mask_offset = (row // queries // heads) * mask_0 + (row // queries % heads) * mask_1 + (row % queries) * mask_2
     column = tl.arange(0, BLOCK)
     m = tl.zeros((ROWS,), tl.float32)
-    by = tl.zeros((ROWS,), tl.float32)
+    inverse_total = tl.zeros((ROWS,), tl.float32)
     if not FROM_Y:
         m = tl.load(most + row, mask=present, other=0.0)
-        by = 1.0 / tl.load(total + row, mask=present, other=1.0)
+        inverse_total = 1.0 / tl.load(total + row, mask=present, other=1.0)
     dot = tl.zeros((ROWS,), tl.float32)
     if not WHOLE:
         for first in range(0, columns, BLOCK):
-            at = first + column
-            inside = present[:, None] & (at < columns)[None, :]
-            here = row[:, None] * columns + at[None, :]
-            mask_here = of_row[:, None] + at[None, :] * mask_3
-            p, _ = _probabilities(of, mask, here, mask_here, inside, m, by, scale, fill, FROM_Y, MASK)
-            g = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
+            element = first + column
+            inside = present[:, None] & (element < columns)[None, :]
+            offset = row[:, None] * columns + element[None, :]
+            mask_offset = row_mask_offset[:, None] + element[None, :] * mask_3
+            p, _ = _probabilities(saved, mask, offset, mask_offset, inside, m, inverse_total, scale, fill, FROM_Y, MASK)
+            g = tl.load(d_y + offset, mask=inside, other=0.0).to(tl.float32)
             if DROPOUT:
-                g *= _factors(bits, here, inside, kept_scale)
+                g *= _factors(bits, offset, inside, kept_scale)
             dot += tl.sum(p * g, 1)
     for first in range(0, columns, BLOCK):
-        at = first + column
-        inside = present[:, None] & (at < columns)[None, :]
-        here = row[:, None] * columns + at[None, :]
-        mask_here = of_row[:, None] + at[None, :] * mask_3
-        p, hidden = _probabilities(of, mask, here, mask_here, inside, m, by, scale, fill, FROM_Y, MASK)
-        g = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
+        element = first + column
+        inside = present[:, None] & (element < columns)[None, :]
+        offset = row[:, None] * columns + element[None, :]
+        mask_offset = row_mask_offset[:, None] + element[None, :] * mask_3
+        p, masked = _probabilities(
+            saved, mask, offset, mask_offset, inside, m, inverse_total, scale, fill, FROM_Y, MASK
+        )
+        g = tl.load(d_y + offset, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            g *= _factors(bits, here, inside, kept_scale)
+            g *= _factors(bits, offset, inside, kept_scale)
         if WHOLE:
             dot += tl.sum(p * g, 1)
         g = scale * p * (g - dot[:, None])
         if MASK == "fill":
-            g = tl.where(hidden, 0.0, g)
-        tl.store(d_x + here, g.to(d_x.dtype.element_ty), mask=inside)
+            g = tl.where(masked, 0.0, g)
+        tl.store(d_x + offset, g.to(d_x.dtype.element_ty), mask=inside)
 
 
 def _tile(columns: int) -> dict[str, int | bool]:
@@ -560,13 +584,13 @@ def _tile(columns: int) -> dict[str, int | bool]:
     return {"WHOLE": columns <= block, "ROWS": rows, "BLOCK": block, "num_warps": warps_of(rows * block)}
 
 
-def _of_mask(whole: _Masked, x: Tensor) -> tuple[Tensor, tuple[int, ...], str]:
+def _of_mask(scores: _Masked, x: Tensor) -> tuple[Tensor, tuple[int, ...], str]:
     """The kernels' mask, its strides, and how it is applied: MASK of the kernels."""
-    if whole.mask is None:
+    if scores.mask is None:
         return x, (0, 0, 0, 0), "none"
-    if whole.mask.dtype == torch.bool:
-        return whole.mask.view(torch.uint8), whole.mask.stride(), "fill"
-    return whole.mask, whole.mask.stride(), "add"
+    if scores.mask.dtype == torch.bool:
+        return scores.mask.view(torch.uint8), scores.mask.stride(), "fill"
+    return scores.mask, scores.mask.stride(), "add"
 
 
 def _softmax_in_triton(
@@ -580,12 +604,12 @@ def _softmax_in_triton(
     statistics: Tensor,
 ) -> None:
     """As `_softmax`, by a Triton kernel."""
-    whole, tile = _Masked.of(x, mask), _tile(x.shape[-1])
-    rows, (hiding, strides, kind) = math.prod(whole.shape[:3]), _of_mask(whole, x)
+    scores, tile = _Masked.of(x, mask), _tile(x.shape[-1])
+    rows, (mask_memory, strides, kind) = math.prod(scores.shape[:3]), _of_mask(scores, x)
     most, total = statistics if statistics.numel() else (y, y)
     launch(
         masked_softmax_kernel, (-(-rows // tile["ROWS"]),),
-        x, hiding, x if bits is None else bits, y, most, total, rows, x.shape[-1], *whole.shape[1:3], *strides,
+        x, mask_memory, x if bits is None else bits, y, most, total, rows, x.shape[-1], *scores.shape[1:3], *strides,
         scale, fill, kept_scale,
         MASK=kind, DROPOUT=bits is not None, STATISTICS=statistics.numel() > 0, **tile,
     )  # fmt: skip
@@ -593,7 +617,7 @@ def _softmax_in_triton(
 
 def _backward_in_triton(
     d_y: Tensor,
-    of: Tensor,
+    saved: Tensor,
     from_y: bool,
     mask: Tensor | None,
     bits: Tensor | None,
@@ -604,11 +628,12 @@ def _backward_in_triton(
     d_x: Tensor,
 ) -> None:
     """As `_backward`, by a Triton kernel."""
-    whole, tile = _Masked.of(of, mask), _tile(of.shape[-1])
-    rows, (hiding, strides, kind) = math.prod(whole.shape[:3]), _of_mask(whole, of)
+    scores, tile = _Masked.of(saved, mask), _tile(saved.shape[-1])
+    rows, (mask_memory, strides, kind) = math.prod(scores.shape[:3]), _of_mask(scores, saved)
     most, total = (d_x, d_x) if from_y else statistics
     launch(
         masked_softmax_backward_kernel, (-(-rows // tile["ROWS"]),),
-        d_y, of, hiding, of if bits is None else bits, most, total, d_x, rows, of.shape[-1], *whole.shape[1:3],
-        *strides, scale, fill, kept_scale, FROM_Y=from_y, MASK=kind, DROPOUT=bits is not None, **tile,
+        d_y, saved, mask_memory, saved if bits is None else bits, most, total, d_x, rows, saved.shape[-1],
+        *scores.shape[1:3], *strides, scale, fill, kept_scale,
+        FROM_Y=from_y, MASK=kind, DROPOUT=bits is not None, **tile,
     )  # fmt: skip

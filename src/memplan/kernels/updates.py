@@ -162,9 +162,9 @@ def _check(
     floats = (*DTYPES, torch.float64)
     for name, tensor in {"parameter": parameter, "gradient": gradient, **states}.items():
         if tensor is not None and (tensor.shape != parameter.shape or tensor.dtype not in floats):
-            of = f"{name} is {tuple(tensor.shape)} of {tensor.dtype}"
+            problem = f"{name} is {tuple(tensor.shape)} of {tensor.dtype}"
             expected = f"the parameter's shape, {tuple(parameter.shape)}, in float32, bfloat16, float16 or float64"
-            raise InputError(of, expected=expected)
+            raise InputError(problem, expected=expected)
     if clip is not None and (clip.numel() != 1 or clip.dtype not in floats):
         raise InputError(f"clip is {tuple(clip.shape)} of {clip.dtype}", expected="one number, as a tensor")
     if low is not None:
@@ -175,8 +175,8 @@ def _check(
             expected = f"the parameter's shape, {tuple(parameter.shape)}, in int16"
             raise InputError(f"low is {tuple(low.shape)} of {low.dtype}", expected=expected)
     if ties is not None and (low is None or ties.dim() != 1 or ties.dtype != torch.int64):
-        of = f"ties is {tuple(ties.shape)} of {ties.dtype}{'' if low is not None else ', without low'}"
-        raise InputError(of, expected="one dimension of int64, with low")
+        problem = f"ties is {tuple(ties.shape)} of {ties.dtype}{'' if low is not None else ', without low'}"
+        raise InputError(problem, expected="one dimension of int64, with low")
 
 
 # Layouts, such as channels last
@@ -193,21 +193,24 @@ def _order(*tensors: Tensor | None) -> list[int]:
 
 
 def _permuted(order: list[int], *tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors with dimensions in this order."""
     return [None if tensor is None else tensor.permute(order) for tensor in tensors]
 
 
 def _ties_in(order: Sequence[int], sizes: Sequence[int], ties: Tensor | None) -> Tensor | None:
-    """Positions of ties once dimensions are in this order."""
+    """Return positions in a tensor of these sizes, flattened, as positions in the tensor with dimensions in this order,
+    ascending."""
     if ties is None or list(order) == sorted(order):
         return ties
-    places, moved = torch.unravel_index(ties, tuple(sizes)), torch.zeros_like(ties)
+    indices, position = torch.unravel_index(ties, tuple(sizes)), torch.zeros_like(ties)
     for dim in order:
-        moved = moved * sizes[dim] + places[dim]
-    return moved.sort().values
+        position = position * sizes[dim] + indices[dim]
+    return position.sort().values
 
 
 def _ties_behind(behind: Tensor | None, order: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
-    """Positions of ties behind the update, in the parameter's own order of dimensions."""
+    """Positions of ties after the update, in the parameter's own order of dimensions; None if ``behind``, which has a
+    bit for each element, is None."""
     if behind is None:
         return None
     back = sorted(range(len(order)), key=lambda dim: order[dim])
@@ -218,7 +221,8 @@ def _ties_behind(behind: Tensor | None, order: Sequence[int], sizes: Sequence[in
 
 
 def _words(low: Tensor | None, ties: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Words whose bits say where ties are, None if nowhere, and memory for those behind the update."""
+    """Return (words before the update, words after it): int32 with a bit for each of 32 elements, set where the low
+    half is a tie. None before if there are no ties, memory for those after the update; both None without low halves."""
     if low is None:
         return None, None
     behind = low.new_empty(-(-low.numel() // _WORD), dtype=torch.int32)
@@ -231,9 +235,9 @@ def _words(low: Tensor | None, ties: Tensor | None) -> tuple[Tensor | None, Tens
 @custom_op("memplan::ties_of", mutates_args=())
 def ties_of(words: Tensor) -> Tensor:
     """Positions of the bits that are set, ascending, int64."""
-    (some,) = words.nonzero(as_tuple=True)
-    row, bit = (words[some, None] >> torch.arange(_WORD, device=words.device) & 1).nonzero(as_tuple=True)
-    return some[row] * _WORD + bit
+    (nonzero_words,) = words.nonzero(as_tuple=True)
+    row, bit = (words[nonzero_words, None] >> torch.arange(_WORD, device=words.device) & 1).nonzero(as_tuple=True)
+    return nonzero_words[row] * _WORD + bit
 
 
 @ties_of.register_fake
@@ -266,7 +270,8 @@ def adamw(
     weight_decay: float,
     maximize: bool,
 ) -> None:
-    """As `adamw_step`. ``before``: words whose bits say where ties are; ``behind``: where they are then."""
+    """As `adamw_step`. ``before``: words with a bit for each element, set where the low half is a tie, or None;
+    ``behind``: memory for these words after the update."""
     tensors = (parameter, exp_avg, exp_avg_sq, low)
     step_size, root = -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     if not _run_in_triton(gradient, *tensors):
@@ -283,7 +288,7 @@ def adamw(
         return
     elements, words, clipped = _flat(parameter, low), behind if behind is not None else parameter, clip is not None
     share = _rounded(1 - beta1)
-    small = abs(share) < 0.5  # else torch adds to the gradient
+    small = abs(share) < 0.5  # else torch's `lerp_` counts from its end, the gradient
     launch(
         adamw_kernel, (-(-parameter.numel() // _BLOCK),),
         elements, gradient.contiguous(), exp_avg, exp_avg_sq, parameter if low is None else low,
@@ -386,18 +391,19 @@ class _Piece:
     master: Tensor
     gradient: Tensor
     states: list[Tensor]
-    of: list[Tensor]
-    """The states in their own dtype."""
+    own_dtype_states: list[Tensor]
+    """The states in their own dtype, to which `store` writes."""
     parameter: Tensor
     low: Tensor | None
     words: Tensor | None
-    """Of the bits of ties behind the update."""
+    """With a bit for each element: whether its low half is a tie after the update."""
 
     def store(self) -> None:
-        """Write the updated numbers back, where they are not in place."""
-        for state, of in zip(self.states, self.of, strict=True):
-            if state is not of:
-                of.copy_(state)
+        """Write the updated numbers back, where they are not in place; of packed master weights the bfloat16 values,
+        the low halves, and where these are ties."""
+        for state, own_dtype in zip(self.states, self.own_dtype_states, strict=True):
+            if state is not own_dtype:
+                own_dtype.copy_(state)
         if self.low is None:
             if self.master is not self.parameter:
                 self.parameter.copy_(self.master)
@@ -408,15 +414,16 @@ class _Piece:
         self.low.copy_(low)
         bits = torch.zeros(_WORD * len(self.words), dtype=torch.int32, device=low.device)
         bits[: low.numel()] = (low == _HALF).reshape(-1)
-        places = torch.arange(_WORD, dtype=torch.int32, device=low.device)
-        self.words.copy_((bits.view(-1, _WORD) << places).sum(1, dtype=torch.int32))
+        bit_numbers = torch.arange(_WORD, dtype=torch.int32, device=low.device)
+        self.words.copy_((bits.view(-1, _WORD) << bit_numbers).sum(1, dtype=torch.int32))
 
 
 def _pieces(
     parameter: Tensor, gradient: Tensor, low: Tensor | None, before: Tensor | None, behind: Tensor | None,
     clip: Tensor | None, *states: Tensor | None,
 ) -> Iterator[_Piece]:  # fmt: skip
-    """The pieces of a parameter, one after the other: all of it where it is not contiguous."""
+    """Yield the pieces of a parameter, one after the other, or all of it where it is not contiguous. The arguments are
+    as for `adamw`; ``states``: the optimizer's, None for a missing one."""
     tensors, count = [parameter, gradient, low, *states], parameter.numel()
     whole = not all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     length = max(count, 1) if whole else _PIECE
@@ -425,7 +432,7 @@ def _pieces(
         parts = tensors if whole else list(flat)
         words = slice(start // _WORD, -(-(start + length) // _WORD))
         weight, grad, low_part, *other = parts
-        of = [tensor for tensor in other if tensor is not None]
+        own_dtype_states = [tensor for tensor in other if tensor is not None]
         assert weight is not None
         assert grad is not None
         dtype = accumulated(weight.dtype)
@@ -434,20 +441,21 @@ def _pieces(
             grad = grad * clip.view(()).to(dtype)
         yield _Piece(
             _unpacked(weight, low_part, None if before is None else before[words]), grad,
-            [tensor.to(dtype) for tensor in of], of, weight, low_part,
+            [tensor.to(dtype) for tensor in own_dtype_states], own_dtype_states, weight, low_part,
             None if behind is None else behind[words],
         )  # fmt: skip
 
 
 def _unpacked(weight: Tensor, low: Tensor | None, before: Tensor | None) -> Tensor:
-    """Master weights, or the weights themselves where these are of the arithmetic's dtype."""
+    """Master weights from bfloat16 ``weight``, low halves and the bits of ties (``before``); without low halves, the
+    weight in the dtype of the arithmetic."""
     master = weight.to(accumulated(weight.dtype))
     if low is None:
         return master
     bits = master.view(torch.int32) + low
-    if before is not None:  # -2^15 was added in place of 2^15
-        places = torch.arange(_WORD, dtype=torch.int32, device=low.device)
-        bits += (((before[:, None] >> places) & 1) << 16).view(-1)[: low.numel()].view(low.shape)
+    if before is not None:  # ties: as int16, 2^15 is -2^15, which was added in its place
+        bit_numbers = torch.arange(_WORD, dtype=torch.int32, device=low.device)
+        bits += (((before[:, None] >> bit_numbers) & 1) << 16).view(-1)[: low.numel()].view(low.shape)
     restored = bits.view(torch.float32)
     # a weight that was set to 0 by hand has the low half of another, and must not become a NaN
     return torch.where(restored.isnan(), master, restored)
@@ -479,13 +487,13 @@ def _store(master, parameter, low, behind, element, inside, count, PACKED: tl.co
     if PACKED:
         bits = master.to(tl.int32, bitcast=True)
         high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, of two to the even one
-        high = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, high)
-        rest = bits - (high << 16)
+        high = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, high)  # a NaN stays one
+        difference = bits - (high << 16)
         tl.store(parameter + element, high.to(tl.int16), mask=inside)
-        tl.store(low + element, rest.to(tl.int16), mask=inside)
-        tie = (inside & (rest == 32768)).to(tl.int32)
-        places = tl.arange(0, 32)[None, :]
-        words = tl.sum(tl.reshape(tie, (BLOCK // 32, 32)) << places, 1).to(tl.int32)
+        tl.store(low + element, difference.to(tl.int16), mask=inside)
+        tie = (inside & (difference == 32768)).to(tl.int32)
+        bit_numbers = tl.arange(0, 32)[None, :]
+        words = tl.sum(tl.reshape(tie, (BLOCK // 32, 32)) << bit_numbers, 1).to(tl.int32)
         word = tl.program_id(0).to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
         tl.store(behind + word, words, mask=word < (count + 31) // 32)
     else:
@@ -510,7 +518,8 @@ def adamw_kernel(
     PACKED: tl.constexpr, TIES: tl.constexpr, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
     SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements. ``shrink``: 1 less the decay; ``share``, ``share2``: of the gradient in the moments."""
+    """Update BLOCK elements by AdamW. ``shrink``: 1 less the decay; ``share``, ``share2``: of the gradient in the
+    moments; ``root``: square root of the second moment's bias correction; ``step_size``: -lr over that of the first."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
     grad = _load_gradient(gradient, clip, element, inside, CLIP, MAXIMIZE)
@@ -534,7 +543,7 @@ def sgd_kernel(
     PACKED: tl.constexpr, TIES: tl.constexpr, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements. ``share``: of the gradient in the momentum."""
+    """Update BLOCK elements by SGD. ``step_size``: -lr; ``share``: 1 less the dampening."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
     grad = _load_gradient(gradient, clip, element, inside, CLIP, MAXIMIZE)
