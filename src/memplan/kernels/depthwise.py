@@ -374,7 +374,8 @@ class _Geometry:
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of the result in its last two dimensions, of the source, stride, padding, dilation, strides."""
+        """Arguments of the kernels, in their order: sizes of the result in its last two dimensions, of the source,
+        stride, padding, dilation, and the strides of channels and positions in result and source."""
         stride, padding, dilation = self.steps
         channels_last = not self.result.is_contiguous() or not self.source.is_contiguous()
         channels = self.result.shape[1]

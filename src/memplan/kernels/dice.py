@@ -240,13 +240,13 @@ def _sums(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, sum
         counted = (piece_targets != ignore_index)[None, :]
         is_target = (classes == piece_targets) & counted
         is_invalid = (counted & ((piece_targets < 0) | (piece_targets >= logits.shape[1]))).any()
-        sums_of_sample = total[:, sample]
-        sums_of_sample[3] -= torch.where(is_target, log_p, 0.0).sum(1, dtype=torch.float64)
-        sums_of_sample[3] += torch.where(is_invalid, float("nan"), 0.0)
+        intersections, predicted, counts, losses = total[:, sample].unbind()  # views
+        losses -= torch.where(is_target, log_p, 0.0).sum(1, dtype=torch.float64)
+        losses += torch.where(is_invalid, float("nan"), 0.0)
         p = log_p.exp_().mul_(counted)
-        sums_of_sample[0] += torch.where(is_target, p, 0.0).sum(1, dtype=torch.float64)
-        sums_of_sample[1] += (p.square_() if squared else p).sum(1, dtype=torch.float64)
-        sums_of_sample[2] += is_target.sum(1)
+        intersections += torch.where(is_target, p, 0.0).sum(1, dtype=torch.float64)
+        predicted += (p.square_() if squared else p).sum(1, dtype=torch.float64)
+        counts += is_target.sum(1)
         del log_p, p
     sums.copy_(total)
 

@@ -132,7 +132,7 @@ def programs(device: torch.device) -> int:
     if (simulated := _without_data.get()) is not None and simulated.programs is not None:
         return simulated.programs
     if device.type != "cuda":
-        return 4  # the interpreter's
+        return 4  # on the CPU, in the interpreter
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 

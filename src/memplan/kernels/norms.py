@@ -138,6 +138,7 @@ def norm(
 def _empty_results(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for y, h, mean and rstd, as `norm` returns them: the op's results on fake tensors."""
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = x.new_empty(x.shape, dtype=dtype)
     h = x.new_empty((0,) if residual is None else x.shape, dtype=dtype)
@@ -379,7 +380,7 @@ def _norm_in_triton(
     """As `_norm`, by a Triton kernel."""
     (rows, columns), tile = x.shape, _tile(x.shape[1])
     x = rows_of(x)
-    residual_rows = x if residual is None else rows_of(residual)
+    residual_rows = x if residual is None else rows_of(residual)  # without one any tensor, which is not read
     launch(
         norm_kernel, (-(-rows // tile["ROWS"]),),
         x, residual_rows, weight.contiguous(), weight if bias is None else bias.contiguous(), y, h, mean, rstd,

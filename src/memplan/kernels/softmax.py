@@ -98,6 +98,7 @@ def softmax_dropout(
     bits = None
     if p > 0:
         with torch.no_grad():
+            # as `F.dropout` of the result draws
             like = x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             # of 1 nothing is drawn
             bits = x.new_zeros((x.numel() + 7) // 8, dtype=torch.uint8) if p == 1 else pack_flags(_drawn(like, p))
@@ -211,8 +212,9 @@ def masked_softmax_backward(
 
 @masked_softmax_backward.register_fake
 def _(d_y, x, y, mask, bits, statistics, fill, scale, p):
-    of = y if x is None else x
-    return of.new_empty(of.shape)
+    """Memory for x's gradient: the op's result on fake tensors."""
+    saved = y if x is None else x
+    return saved.new_empty(saved.shape)
 
 
 def differentiate(
@@ -578,7 +580,7 @@ def masked_softmax_backward_kernel(
 def _tile(columns: int) -> dict[str, int | bool]:
     """Compile-time arguments of the kernels for rows of this length."""
     block = block_of(columns, LARGEST_BLOCK)
-    if columns > block:
+    if columns > block:  # rows that no program holds as a whole are gone over in smaller blocks
         block //= 2
     rows = max(1, _TILE // block)
     return {"WHOLE": columns <= block, "ROWS": rows, "BLOCK": block, "num_warps": warps_of(rows * block)}

@@ -78,10 +78,10 @@ def adamw_step(
         clip: tensor of one number on the parameter's device, by which the gradient is multiplied in float32. It is read
             there, so that the host does not wait for it.
         low: low halves of float32 master weights of a bfloat16 parameter, int16, updated in place.
-        ties: positions of low halves of 2^15, int64; None: there are none.
+        ties: positions of low halves of 2^15, which int16 cannot hold, int64; None: there are none.
 
     Returns:
-        With ``low`` the positions of ties behind the update, ascending, of which a recording knows none; else None.
+        With ``low`` the positions of ties after the update, ascending, of which a recording knows none; else None.
 
     Raises:
         InputError: shapes, dtypes or options that do not fit, and under ``torch.vmap``.
@@ -98,7 +98,7 @@ def adamw_step(
     if step < 1 or not all(0 <= beta < 1 for beta in betas):
         raise InputError(f"step is {step}, betas {betas}", expected="a step from 1 on, and betas from 0 to below 1")
     with torch.no_grad():
-        order = _order(parameter, exp_avg, exp_avg_sq, low)
+        order = _order(parameter, exp_avg, exp_avg_sq, low)  # in which the tensors are contiguous, if they can be
         tensors = _permuted(order, parameter.detach(), gradient, exp_avg, exp_avg_sq, low)
         before, behind = _words(low, _ties_in(order, parameter.shape, ties))
         adamw(*tensors, before, behind, clip, step, lr, *betas, eps, weight_decay, maximize)
@@ -242,6 +242,7 @@ def ties_of(words: Tensor) -> Tensor:
 
 @ties_of.register_fake
 def _(words):
+    """Positions of a number that depends on values: the op's result on fake tensors."""
     try:
         count = torch.library.get_ctx().new_dynamic_size()
     except RuntimeError:  # a recording, whose sizes are numbers
@@ -519,7 +520,11 @@ def adamw_kernel(
     SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update BLOCK elements by AdamW. ``shrink``: 1 less the decay; ``share``, ``share2``: of the gradient in the
-    moments; ``root``: square root of the second moment's bias correction; ``step_size``: -lr over that of the first."""
+    moments; ``root``: square root of the second moment's bias correction; ``step_size``: -lr over that of the first.
+
+    SMALL: ``share`` is below 1 / 2; else it is less 1, and counts from the gradient, as in torch's `lerp_`. The
+    arithmetic rounds as torch's on a CPU does.
+    """
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
     grad = _load_gradient(gradient, clip, element, inside, CLIP, MAXIMIZE)
