@@ -13,7 +13,9 @@ Algorithm = Literal["standard", "persistent", "small hidden"]
 
 GATES: dict[Kind, int] = {"lstm": 4, "gru": 3, "rnn": 1}
 _STATES: dict[Kind, int] = {"lstm": 10, "gru": 5, "rnn": 2}
+"""States of a step in the workspace, of each layer and direction: fitted to what was measured."""
 _FIXED = (16 << 20) + 768
+"""Bytes of the workspace whatever the network: fitted, too."""
 _SEEN = (9, 0)
 """Compute capability of the cards that were measured, an H100 and an H200."""
 _NEAR, _FAR = (0.8, 1.0, 1.25), (0.0, 1.0, 1.5)
@@ -90,7 +92,7 @@ def expected_recurrent(question: RecurrentQuestion, architecture: tuple[int, int
     if q.algorithm == "small hidden":
         values_per_step = 3 * GATES[q.kind] * q.layers * directions * q.hidden
     else:
-        outputs = q.layers - (q.kind == "gru" or q.itemsize == 2)
+        outputs = q.layers - (q.kind == "gru" or q.itemsize == 2)  # fitted: of a layer less for these
         values_per_step = directions * (GATES[q.kind] + outputs) * q.hidden
         if q.layers > 1:
             values_per_step += q.inputs + (3 * q.hidden if q.bidirectional else 0)

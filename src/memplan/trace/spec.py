@@ -175,6 +175,7 @@ def with_batch(value: Any, old: int, new: int) -> Any:
     """
 
     def resized(leaf: Any) -> Any:
+        """Return a spec or tensor with the new leading dimension, if it has the old."""
         if leaf.shape[:1] != (old,):
             return leaf
         shape = (new, *leaf.shape[1:])

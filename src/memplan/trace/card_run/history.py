@@ -115,6 +115,7 @@ def on_card(parts: StepParts, events: Events) -> OnCard:
     Each call of the allocator gets a tick of its own, which moves all later ticks by 1.
     """
     before = [number for number, _ in events.calls]  # the tick after which each call comes
+    # one tick after that, and one for each earlier call
     calls = tuple(Call(number + 1 + earlier, kind) for earlier, (number, kind) in enumerate(events.calls))
 
     def shifted(tick: int) -> int:

@@ -22,6 +22,7 @@ def everything_on_card(build: Runs) -> Runs:
         return _ProgramOnCard(build)
 
     def build_on_card() -> Callable[[], Any]:
+        """Return the step of ``build``, both with the card as default device."""
         with _card_is_default():
             step = build()
         if not callable(step) or isinstance(step, torch.nn.Module):
@@ -50,6 +51,7 @@ class _ProgramOnCard:
         return self._program.has_time
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
+        """Run the program with the card as default device."""
         with _card_is_default():
             self._program.run_steps(steps, boundaries)
 

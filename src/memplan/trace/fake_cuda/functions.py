@@ -111,6 +111,7 @@ def _memory(card: Card) -> dict[str, Answer]:
     ledger = card.ledger
 
     def current(device: Any = None) -> int:
+        """Emulate `torch.cuda.memory_allocated`. There is only one card: its functions ignore ``device``."""
         return ledger.level
 
     def peak(device: Any = None) -> int:

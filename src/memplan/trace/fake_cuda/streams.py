@@ -124,6 +124,7 @@ class _StreamContext:
         self._streams, self.stream = streams, stream
 
     def __enter__(self) -> Any:
+        """Make the stream the current, and remember the current for the end."""
         self._previous = self._streams.current()
         if self.stream is not None:
             self._streams.set(self.stream)

@@ -19,6 +19,7 @@ class Forms:
 
     def __init__(self, ledger: Ledger) -> None:
         self.forms: list[Form] = []
+        """Forward ops so far, with the tensors of each as views of storages, and its options."""
         self.returned: list[tuple[int, int, tuple[View, ...]]] = []
         """(id() of the module, number of ops begun by then, its tensors)."""
         self._ledger = ledger

@@ -203,7 +203,7 @@ class Observer:
             if args and (_torch.is_sparse(args[0]) or self._is_outside(signature, args[0])):
                 self._operands(signature, args, kwargs)  # registers the tensor
             return run(func)
-        if signature.name in _EQUAL and self._events is not None:
+        if signature.name in _EQUAL and self._events is not None:  # noted, but not run: a recording has no values
             self._run_and_note(signature, args, kwargs, result=None, func=func)
             return self._events.equal()
         # a decomposition whose vectors are not needed, as of svdvals: the real run calls an op without them

@@ -21,6 +21,7 @@ class Ownership:
     """
 
     def __init__(self, place: Place, ledger: Ledger, notes: Sequence[Note]) -> None:
+        """Begin without storages, which are identified by their ids in the ledger. ``notes``: the ops so far."""
         self.weights: dict[int, str] = {}
         """Storage -> name of the parameter in its module."""
         self.buffers: dict[int, str] = {}

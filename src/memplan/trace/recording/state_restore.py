@@ -25,6 +25,7 @@ class OutsideState:
     """
 
     def __init__(self, place: Place, ledger: Ledger) -> None:
+        """Save optimizers before their first update from now on; `save_before` saves what ops change."""
         self._ledger = ledger
         self._arguments: dict[Any, list[tuple[int, str]]] = {}
         """By op: (position, name) of the arguments that it writes."""
