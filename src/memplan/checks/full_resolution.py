@@ -88,7 +88,7 @@ def _strides(followed: Followed, op: int) -> list[Fraction]:
     """Return the strides of the spatial dimensions of an op's first result, in positions of the input; [] if it has
     none."""
     first_result = followed.results.get(op, ((),))[0]
-    return [field.stride(size_of(dim)) for dim in first_result for field in resolved(dim)[:1] if field.windowed]
+    return [field.stride(size_of(dim)) for dim in first_result for field in resolved(dim)[:1] if field.is_spatial]
 
 
 def _finding(subject: Subject, run: list[_Layer], rows: list[dict[str, Any]], full: int, total: int) -> Finding:

@@ -62,7 +62,7 @@ def _sizes(trace: Trace, followed: Followed) -> dict[int, list[_Size]]:
         results = followed.results.get(form.op, ())
         if form.writes and results:
             sizes[form.op] = [
-                _Size(size_of(dim), field) for dim in results[0] for field in resolved(dim)[:1] if field.windowed
+                _Size(size_of(dim), field) for dim in results[0] for field in resolved(dim)[:1] if field.is_spatial
             ]
     return sizes
 

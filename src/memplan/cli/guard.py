@@ -89,7 +89,7 @@ def command(
     from memplan.reports.terminal import show
     from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
 
-    allowance(tolerance, size=0)
+    allowance(tolerance, size=0)  # raises UsageError for a wrong tolerance before the step is recorded
     if update:
         _check_update(baseline_file, results, outputs)
         return _update(arguments, request, baseline_file)

@@ -209,7 +209,7 @@ def features(question: Question) -> list[float]:
     groups = max(1, q.x[1] // q.w[1])
     ins, outs = q.w[1], q.w[0] // groups
     positions_in, positions_out, taps = prod(q.x[2:]), prod(q.y[2:]), prod(q.w[2:])
-    is_1d = len(q.x) == 4 and q.x[2] == q.w[2] == q.y[2] == 1
+    is_1d = len(q.x) == 4 and q.x[2] == q.w[2] == q.y[2] == 1  # torch gives a conv1d a height of 1
     ranks = 1 if is_1d else len(q.x) - 2
     rows, columns, depth = {
         "forward": (q.x[0] * positions_out, outs, ins * taps),
@@ -238,9 +238,9 @@ def features(question: Question) -> list[float]:
         log2(prod(q.x) / prod(q.y)), log2(ins / outs), log2(work / elements), log2(depth / columns), log2(rows / depth),
         *(count / _padded(count, tile) for count in (ins, outs) for tile in (32, 64, 128, 256)),
         columns / _padded(columns, 128), min(1.0, rows / _padded(rows, 128)), min(1.0, depth / _padded(depth, 32)),
-        2 * q.padding[-1] - q.dilation[-1] * (q.w[-1] - 1),
     ]  # fmt: skip
-    return [*map(float, flags), *(log2(1 + size) for size in sizes), *ratios]
+    growth_of_width = 2 * q.padding[-1] - q.dilation[-1] * (q.w[-1] - 1)  # at stride 1; 0 for padding="same"
+    return [*map(float, flags), *(log2(1 + size) for size in sizes), *ratios, growth_of_width]
 
 
 def _three(sizes: Sequence[int]) -> tuple[int, int, int]:

@@ -101,7 +101,7 @@ class Study:
         self, model: nn.Module, call: Call, captured: Captured, study_as_written: Study | None = None,
         tiles: tuple[Tile, ...] = (), kernels: tuple[Group, ...] = (),
     ) -> None:  # fmt: skip
-        self.model, self.call, self.captured, self.plain = model, call, captured, study_as_written
+        self.model, self.call, self.captured, self.study_as_written = model, call, captured, study_as_written
         self.tiles, self.kernels = tiles, kernels
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
         """Results of `step` by id() of the optimizer, use of gradients and engine."""
@@ -152,7 +152,8 @@ class Study:
             captured = recapture_in_channels_last(self.model, self.call, self.captured, settings.fixed_precision)
             if captured is not None:
                 graph = _with_costs(captured.graph, settings, share=0.5)  # most ops are measured already
-                self._channels_last = Study(self.model, self.call, replace(captured, graph=graph), self.plain or self)
+                as_written = self.study_as_written or self
+                self._channels_last = Study(self.model, self.call, replace(captured, graph=graph), as_written)
         if self._channels_last is None:
             return [self]
         slower = _is_slower(self._channels_last.captured.graph, self.captured.graph)
@@ -255,19 +256,20 @@ class _Step:
 
     @cached_property
     def without_plan(self) -> tuple[int, MemoryTimeline]:
-        """Predicted peak of the step without a plan in bytes, and its memory timeline."""
+        """Predicted peak of the step without a plan in bytes, and its memory timeline. A step that was captured in
+        another precision or layout has those of the step as written."""
         study, settings = self._study, self._settings
-        if study.plain is not None:
-            return study.plain.step(settings).without_plan
+        if study.study_as_written is not None:
+            return study.study_as_written.step(settings).without_plan
         outside_memory = self.search_as_captured.outside_memory
         if _torch.is_fully_sharded(study.model):  # it cannot be copied and recorded: all values are saved instead
             save_all = schedule(self.search_as_captured.graph, Choices(gradients=settings.gradients))
             trace, timeline = trace_of(save_all, outside_memory), timeline_of(save_all, outside_memory)
             return timeline.peak_reserved, memory_timeline_of(trace, timeline, moments=_MOMENTS)
-        known = (
-            partial(cpu_workspace.with_measured_workspaces, limit=cpu_workspace.LIMIT)
-            if _measures(settings)
-            else AS_MODELLED
+        # workspaces: measured if this machine's CPU runs the step, else by memplan's formulas
+        measures = _measures(settings)
+        workspaces = (
+            partial(cpu_workspace.with_measured_workspaces, limit=cpu_workspace.LIMIT) if measures else AS_MODELLED
         )
         trace, timeline = baseline(
             study.model,
@@ -275,7 +277,7 @@ class _Step:
             settings.optimizer,
             gradients_exist=settings.gradients.accumulates,
             home=settings.home,
-            known=known,
+            known=workspaces,
         )
         # what the recording lacks: gradients and state of parameters that other steps train; it has workspaces
         added = {cause: size for cause, size in outside_memory.other_bytes.items() if cause != "workspace"}
@@ -412,15 +414,16 @@ class _Planning:
         """Return the plan of a schedule: its decisions and choices, predicted memory and time."""
         study, settings, graph, outside_memory = self._study, self._settings, self._graph, self._outside_memory
         precision, timeline = settings.fixed_precision, None  # no timeline by cause for fused kernels
-        plain = graph if study.plain is None else study.plain.captured.graph
+        as_written = graph if study.study_as_written is None else study.study_as_written.captured.graph
         eager_peak, eager_timeline = study.step(settings).without_plan
         # pieces and kernels are choices of the plan: their seconds count as added to the step, not as the step's own
-        piece_seconds = max(0.0, step_seconds(graph) - step_seconds(plain)) if study.tiles or study.kernels else 0.0
+        rewritten = study.tiles or study.kernels
+        piece_seconds = max(0.0, step_seconds(graph) - step_seconds(as_written)) if rewritten else 0.0
         if not planned.choices.fused:
             timeline = memory_timeline_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
             timeline = _without_storages(timeline)
         # precision and memory format, in contrast, change the seconds that the plan adds to
-        is_other_step = precision.compute or (_is_slower(graph, plain) and not piece_seconds)
+        is_other_step = precision.compute or (_is_slower(graph, as_written) and not piece_seconds)
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
@@ -428,8 +431,8 @@ class _Planning:
             budget=self._budget,
             decisions=(
                 *lower_precision_decisions(planned.graph, precision),
-                *tile_decisions(graph, plain, study.tiles),
-                *kernel_decisions(graph, plain, study.kernels),
+                *tile_decisions(graph, as_written, study.tiles),
+                *kernel_decisions(graph, as_written, study.kernels),
                 *decide(planned.graph, planned, outside_memory),
             ),
             choices=planned.choices,
@@ -441,7 +444,7 @@ class _Planning:
             seconds=planned.seconds + piece_seconds,
             tiles=study.tiles,
             kernels=study.kernels,
-            step_seconds=step_seconds(plain) or None,
+            step_seconds=step_seconds(as_written) or None,
             lower_bound_seconds=bounds.seconds_bound + piece_seconds,
             resident=_resident(graph, settings, outside_memory),
             program=program(planned),
@@ -504,9 +507,9 @@ def _without_storages(timeline: MemoryTimeline) -> MemoryTimeline:
     return replace(timeline, alive=(), segments=())
 
 
-def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:
+def _is_slower(graph: JointGraph, as_written: JointGraph) -> bool:
     """Return whether the ops of a graph take more than `SLOWER` times as long as those of the step as written."""
-    return (step_seconds(graph) or 0.0) > SLOWER * (step_seconds(plain) or 0.0)
+    return (step_seconds(graph) or 0.0) > SLOWER * (step_seconds(as_written) or 0.0)
 
 
 def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) -> JointGraph:

@@ -98,7 +98,7 @@ def _largest_stride(followed: Followed, source: int) -> int:
         for dim in fields
         for factor in dim
         for field in factor.axis
-        if field.source == source and field.windowed
+        if field.source == source and field.is_spatial
         for span in field.spans
     ]
     return max(1, math.ceil(max(strides, default=1)))

@@ -44,7 +44,7 @@ def _after_kernel(dim: Dim, size: int, call: Call, window: Span | None, spread: 
     def change(span: Span) -> Span | None:
         return span.through_window(window) if window is not None else None
 
-    return after_op(dim, size, call.form.op, change, windowed=True, spread=spread)
+    return after_op(dim, size, call.form.op, change, is_spatial=True, spread=spread)
 
 
 class _Window(NamedTuple):

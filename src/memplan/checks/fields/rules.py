@@ -99,7 +99,7 @@ def _convolution(call: Call) -> Fields:
         # variance of the positions that a kernel of equal weights reads: (taps * taps - 1) / 12
         taps = kernel[n] / stride[n] if transposed else kernel[n]
         spread = max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
-        result.append(after_op(dim, call.shape[first + n], call.form.op, change, windowed=True, spread=spread))
+        result.append(after_op(dim, call.shape[first + n], call.form.op, change, is_spatial=True, spread=spread))
     return tuple(result)
 
 
@@ -134,7 +134,7 @@ def _resized(call: Call, sampling: _Sampling) -> Fields:
         def change(span: Span, ratio: Fraction = ratio, taps: Callable[[int], list[int]] = taps) -> Span | None:
             return span.through(ratio.denominator, ratio.numerator, taps)
 
-        result.append(after_op(dim, new, call.form.op, change, windowed=True))
+        result.append(after_op(dim, new, call.form.op, change, is_spatial=True))
     return tuple(result)
 
 
@@ -332,20 +332,20 @@ _FACTORIES = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "em
 
 
 def loses_positions(call: Call, results: Sequence[Fields]) -> bool:
-    """Return whether spatial dimensions of an op's operands cannot be traced through it: positions depend on values, or
-    the op has no rule. Ops in which every position sees all others (an FFT, attention) do not count.
+    """Return whether an op reads tensors with spatial dimensions (`has_spatial_dim`), and no dimension of its results
+    can be traced to them: values decide which positions it reads, or it has no rule.
 
     ``results`` are the receptive fields of its results.
     """
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
-        return False
-    has_dimensions = any(results)  # a scalar has no positions to lose
-    return is_windowed(fields for _, fields in call.reads) and not is_windowed(results) and has_dimensions
+        return False  # other rules trace what can be traced; after an FFT or attention every position sees all others
+    is_scalar = not any(results)  # it has no positions to lose
+    return not is_scalar and has_spatial_dim(fields for _, fields in call.reads) and not has_spatial_dim(results)
 
 
-def is_windowed(tensors: Iterable[Fields]) -> bool:
-    """Return whether a kernel slid along any dimension of the tensors."""
-    return any(field.windowed for fields in tensors for dim in fields for factor in dim for field in factor.axis)
+def has_spatial_dim(tensors: Iterable[Fields]) -> bool:
+    """Return whether any dimension of the tensors is spatial: the kernel of a convolution or pool slid along it."""
+    return any(field.is_spatial for fields in tensors for dim in fields for factor in dim for field in factor.axis)
 
 
 RULES: dict[str, Rule] = {

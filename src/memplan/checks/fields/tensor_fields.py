@@ -35,7 +35,7 @@ class Field:
     source: int
     extent: int
     spans: tuple[Span, ...] = (IDENTITY,)
-    windowed: bool = False
+    is_spatial: bool = False
     """Whether a kernel slid along it: it is a spatial dimension."""
     variance: float = 0.0
     losses: Loss | None = None
@@ -121,13 +121,13 @@ def resolved(dim: Dim) -> Axis:
     return mapped(factors[0].axis, lambda span: span.through(repeat, advance=1, seen=lambda _: [0]))
 
 
-def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0) -> Axis:
+def mapped(axis: Axis, change: Callable[[Span], Span | None], *, is_spatial: bool = False, spread: float = 0.0) -> Axis:
     """Return the receptive fields after an op.
 
     Args:
         axis: those before it.
         change: from a span before the op to the span after it, or to None if it is unknown: then the field is dropped.
-        windowed: whether a kernel slides along the dimension.
+        is_spatial: whether a kernel slides along the dimension.
         spread: variance of the positions of the operand that a position of the result reads, for equal weights.
     """
     fields: list[Field] = []
@@ -136,18 +136,24 @@ def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool 
         spans = tuple(span for span in changed if span is not None)
         if len(spans) == len(changed):
             variance = field.variance + spread * float(field.spans[0].stride) ** 2
-            fields.append(replace(field, spans=spans, windowed=field.windowed or windowed, variance=variance))
+            fields.append(replace(field, spans=spans, is_spatial=field.is_spatial or is_spatial, variance=variance))
     return tuple(fields)
 
 
 def after_op(
-    dim: Dim, size: int, op: int, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0
+    dim: Dim,
+    size: int,
+    op: int,
+    change: Callable[[Span], Span | None],
+    *,
+    is_spatial: bool = False,
+    spread: float = 0.0,
 ) -> Dim:
     """Return a dimension after an op, with the input's positions that the op lost at the border as a `Loss`. ``size``
-    are the positions of the result; ``change``, ``windowed``, ``spread`` are as for `mapped`."""
+    are the positions of the result; ``change``, ``is_spatial``, ``spread`` are as for `mapped`."""
     axis = resolved(dim)
     lost_before = {field.source: field.lost(size_of(dim)) for field in axis}
-    moved = mapped(axis, change, windowed=windowed, spread=spread)
+    moved = mapped(axis, change, is_spatial=is_spatial, spread=spread)
     return (Factor(size, tuple(_with_loss(field, op, lost_before[field.source], size) for field in moved)),)
 
 
@@ -209,7 +215,7 @@ def _union_of_fields(fields: list[Field], size: int, op: int) -> Field:
     field = replace(
         widest,
         spans=tuple(spans[stride] for stride in sorted(spans)),
-        windowed=any(field.windowed for field in fields),
+        is_spatial=any(field.is_spatial for field in fields),
         variance=variance,
     )
     return _with_loss(field, op, widest.lost(size), size)

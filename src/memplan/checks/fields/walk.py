@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memplan.checks.fields.op_call import Call, shifted
-from memplan.checks.fields.rules import fields_of, is_windowed, loses_positions
+from memplan.checks.fields.rules import fields_of, has_spatial_dim, loses_positions
 from memplan.checks.fields.tensor_fields import Dim, Factor, Field, Fields, resolved, size_of, union, unknown
 from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, View
@@ -44,7 +44,7 @@ class Output:
         Of an output of several inputs, only dimensions of the first input are returned.
         """
         by_source = {
-            field.source: (size_of(dim), field) for dim in self.fields for field in resolved(dim) if field.windowed
+            field.source: (size_of(dim), field) for dim in self.fields for field in resolved(dim) if field.is_spatial
         }
         # sources are numbered dimension by dimension: `end` is the same dimension of the next input of this rank
         end = min(by_source, default=0) + len(self.fields)
@@ -136,7 +136,7 @@ class _FieldPropagation:
             return  # a constant or random numbers: an input, if something reads it
         call = Call(base_name(op.name), form, reads, self._makers)
         results = fields_of(call)
-        if self._tiled and not op.layer and call.name in _TILING and not is_windowed(fields for _, fields in reads):
+        if self._tiled and not op.layer and call.name in _TILING and not has_spatial_dim(fields for _, fields in reads):
             results = [self._new_source(view) for view in form.writes]
         if loses_positions(call, results):
             self._last_traced[form.op] = Output(op.layer, form.reads[0][1], reads[0][1])

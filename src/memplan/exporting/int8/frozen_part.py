@@ -433,6 +433,7 @@ class _Finder:
         x, y = arguments["self"], arguments["other"]
         operands = [ref.value for ref in (x, y) if isinstance(ref, Ref) and ref.value not in self.known]
         if len(operands) == 1:  # and a constant
+            # without a convolution to fold a number into, the sum is an elementwise function of its operand
             if not self._scaled(op, operands[0]):
                 self._activation(op, operands[0])
             return
@@ -448,10 +449,11 @@ class _Finder:
         """Add a product of two values, or of a value and a constant."""
         operands = [ref.value for ref in op.args[:2] if isinstance(ref, Ref) and ref.value not in self.known]
         if len(operands) == 1:  # and a constant
+            # without a convolution to fold a number into, the product is an elementwise function of its operand
             if not self._scaled(op, operands[0]):
                 self._activation(op, operands[0])
             return
-        # the larger one first
+        # the operand with more elements first
         operands = sorted(operands, key=lambda value: -math.prod(self.graph.values[value].shape))
         large, small = (self.graph.values[value].shape for value in operands)
         by_channel = len(small) == len(large) > 2 and small == (*large[:2], *[1] * (len(large) - 2))

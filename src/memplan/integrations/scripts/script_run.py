@@ -26,9 +26,9 @@ from memplan.trace.recording.session import is_suspended
 _RARE = 8
 """Updates by an optimizer, as a multiple of the requested ones, after which steps no longer wait for slower
 optimizers."""
-_UNUSED = 256
+_MAX_CALLS_WITHOUT_UPDATE = 256
 """Batches or model calls without an update after which the run ends."""
-_ROLLOUT = 16
+_ROLLOUT_FACTOR = 16
 """Multiple of that limit for calls without gradients once an optimizer exists: a rollout, or a first validation."""
 _CAUGHT = 50
 """Times that a script may catch the exception that ends it."""
@@ -200,14 +200,15 @@ class ScriptRun:
         if not self._built:
             self._built = True
             self._boundaries.built()
-        is_rollout = self._optimizers and not torch.is_grad_enabled()  # or a validation: many calls between updates
-        self._calls_since_update += 1 / _ROLLOUT if is_rollout else 1
+        # between two updates a rollout or a validation calls the model many times: each counts a fraction of a call
+        is_rollout = self._optimizers and not torch.is_grad_enabled()
+        self._calls_since_update += 1 / _ROLLOUT_FACTOR if is_rollout else 1
         if self._step_is_complete:
             self._step_is_complete = False
             self._end_step()
             if self.steps_made == self._steps:
                 self._end("steps")
-        elif self._calls_since_update > _UNUSED:  # in the middle of a step, which counts as a step
+        elif self._calls_since_update > _MAX_CALLS_WITHOUT_UPDATE:  # in the middle of a step, which counts as a step
             self._end_step()
             self._end("no update")
         elif time.monotonic() > self._deadline:

@@ -88,12 +88,14 @@ class _Chain:
         return producer.reads[0], tuple(sorted(dim % rank for dim in dims))
 
 
-def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
-    """Return the match of ``dice_factor * dice + cross_entropy_factor * cross_entropy``; both are numbers of tensors.
-    Raises _NotThisLoss."""
+def _loss(chain: _Chain, dice_term: int, cross_entropy_term: int) -> Match:
+    """Return the match of ``dice_factor * dice + cross_entropy_factor * cross_entropy``. Raises _NotThisLoss.
+
+    Tensors are numbers in ``chain.log``: the terms are the operands of the addition, ``chain.calls[0]``.
+    """
     log, addition = chain.log, chain.calls[0]
-    dice, dice_factor = chain.tensor_and_factor(dice)
-    cross_entropy, cross_entropy_factor = chain.tensor_and_factor(cross_entropy)
+    dice, dice_factor = chain.tensor_and_factor(dice_term)
+    cross_entropy, cross_entropy_factor = chain.tensor_and_factor(cross_entropy_term)
     loss = chain.producer_of(cross_entropy, "cross_entropy")
     named = loss.named(CROSS_ENTROPY)
     scores, targets = named.get("input"), named.get("target")
@@ -117,7 +119,8 @@ def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
     match = Match(
         "dice_cross_entropy", chain.calls, operands, {**options, **factors}, in_place_inner_calls=chain.in_place_calls
     )
-    match.calls = [call for call in chain.calls if call is not addition] + [addition]  # the last call of the trace
+    # the addition was recognized first, but is the last call of the group: the kernel takes its place
+    match.calls = [call for call in chain.calls if call is not addition] + [addition]
     match.options["ignore_index"] = named.get("ignore_index", -100)
     match.reason = "it weighs classes" if has_class_weights else _reason(log, named, match)
     return match

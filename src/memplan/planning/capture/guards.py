@@ -47,13 +47,14 @@ class Guards:
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
-        """Guards of the last trace."""
+        """The flags of the last trace that are read only to raise, in order of their reads, with the answers for which
+        forward() goes on."""
         self.flags: list[torch.Tensor] = []
-        """Their values in the last trace."""
+        """The traced boolean tensor that each of ``guards`` read."""
         self._real_reads: tuple[_FlagRead, ...] | None = None
-        """What the real run read, in order; None before it."""
+        """All flags that forward() reads in order, by the run with real data in `learn`; None before it."""
         self._flags_read = 0
-        """How many flags the current trace has read."""
+        """How many flags the current trace has read: index into ``_real_reads``."""
 
     def learn(self, run: Callable[[], Any]) -> bool:
         """Run the model, then again for each flag with its answer negated, to see which flags lead to a ``raise``.

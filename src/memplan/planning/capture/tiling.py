@@ -182,37 +182,36 @@ class Tiling:
             raise NotTileable("no call of the segment reads data")
         self._recorder = None
         recorder.release()
-        # Only tensors that the user's code still references can be results. A tensor that was changed in place has
-        # several positions, and the last counts.
-        alive = [(position, reference()) for position, reference in enumerate(self._call_results)]
-        results = {
-            id(tensor): (position, tensor) for position, tensor in alive if tensor is not None and recorder.owns(tensor)
-        }
-        read_results = [  # the first pass does not know yet which later calls read
-            (position, tensor)
-            for position, tensor in results.values()
-            if self._first_pass or (index, position) in self._read_in_last_pass
-        ]
-        for _, tensor in results.values():
+        results = self._referenced_results(recorder)
+        for tensor in results.values():
             self._segment_of_result[id(tensor)] = tensor, tile.first, recorder
         self._call_results = []
-        if not self._first_pass and recorder.share_memory([tensor for _, tensor in read_results]):
-            raise NotTileable("a result is a view of another, or of what the segment reads: writes would not reach it")
-        program = recorder.program([tensor for _, tensor in read_results])
-        tiled, key = register(program, tile.axis, tile.pieces)
-        norm_by_statistic = {id(source): norm for norm, (sources, _) in recorder.running.items() for source in sources}
-        if not tiled.norms.keys() >= set(norm_by_statistic.values()):
-            raise NotTileable("a batch norm updates statistics that are not over the axis")
-        if any(id(_torch.viewed(source)) in norm_by_statistic for source in recorder.sources.values()):
-            raise NotTileable("the segment reads running statistics that it updates")
+        if not self._first_pass:  # which does not know yet which results later calls read
+            results = {n: tensor for n, tensor in results.items() if (index, n) in self._read_in_last_pass}
+            if recorder.share_memory(list(results.values())):
+                raise NotTileable(
+                    "a result is a view of another, or of what the segment reads: writes would not reach it"
+                )
+        tiled, key = register(recorder.program(list(results.values())), tile.axis, tile.pieces)
+        _check_running_statistics(recorder, tiled)
         self.registered_tiles.append(tiled)
         outputs = TracedTile.apply(key, *recorder.sources.values())  # results, then statistics of batch norms
-        for (position, tensor), output in zip(read_results, outputs, strict=False):  # without the statistics
-            self._replacements[id(tensor)] = tensor, output, (index, position)
+        for (n, tensor), output in zip(results.items(), outputs, strict=False):  # without the statistics
+            self._replacements[id(tensor)] = tensor, output, (index, n)
         self._refuse_changes_of_operands([source for sources, _ in recorder.running.values() for source in sources])
-        self._update_running(tiled, recorder, outputs[len(read_results) :])
+        self._update_running(tiled, recorder, outputs[len(results) :])
         self._finished.append((index, recorder))
         return _torch.tree_map(self._replaced, result)
+
+    def _referenced_results(self, recorder: Recorder) -> dict[int, Tensor]:
+        """Return the results of the segment's calls that the user's code still references, by position in
+        ``_call_results``: the last position of a tensor that several calls returned, as calls in place do."""
+        last_positions = dict[int, tuple[int, Tensor]]()  # by id() of the tensor
+        for position, reference in enumerate(self._call_results):
+            tensor = reference()
+            if tensor is not None and recorder.owns(tensor):
+                last_positions[id(tensor)] = position, tensor
+        return dict(last_positions.values())
 
     def _update_running(self, tiled: Tiled, recorder: Recorder, statistics: Sequence[Tensor]) -> None:
         """Update the running statistics of the segment's batch norms as torch does. ``statistics``: mean and biased
@@ -250,6 +249,16 @@ class Tiling:
         if self._static is None:
             self._static = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
         return self._static
+
+
+def _check_running_statistics(recorder: Recorder, tiled: Tiled) -> None:
+    """Raise NotTileable if the running statistics of a segment's batch norms cannot be updated after its op: they are
+    not over the axis that is cut into pieces, or the segment reads them, too."""
+    norm_by_statistic = {id(source): norm for norm, (sources, _) in recorder.running.items() for source in sources}
+    if not tiled.norms.keys() >= set(norm_by_statistic.values()):
+        raise NotTileable("a batch norm updates statistics that are not over the axis")
+    if any(id(_torch.viewed(source)) in norm_by_statistic for source in recorder.sources.values()):
+        raise NotTileable("the segment reads running statistics that it updates")
 
 
 def tile_scratch(target: str, args: Sequence[Any]) -> int | None:

@@ -347,11 +347,15 @@ class _Allocations(_Tracer):
         """By storage, in the order of their allocation; 0 for storages without bytes."""
 
     def _allocate(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
+        """Allocate in the card's allocator, and return the storage's index in ``addresses``. Arguments other than
+        ``size`` are what `_Tracer` records of the storage: unused."""
         self.addresses.append(self.allocator.malloc(size))
-        self.allocator.log.clear()
+        self.allocator.log.clear()  # nothing reads the allocator's events
         return len(self.addresses) - 1
 
     def _allocate_before(self, value: Value) -> int:
+        """Return the index of a value's storage that exists before the step: at its address in the card's segments if
+        that is known, else newly allocated."""
         address = self.outside_memory.addresses.get(value.id)
         if address is None or self.outside_memory.home.occupied is None:
             return self._allocate(value.bytes, _CAUSES[value.kind], value=value, op=None)
@@ -362,6 +366,7 @@ class _Allocations(_Tracer):
         self.allocator.free(self.addresses[entry])
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
+        """Allocate the storage of a value, or let it take over that of the value ``into``. Causes are not recorded."""
         if into is None:
             self.entry_of[value] = self._allocate(self.graph.values[value].bytes, "activation", value=None, op=None)
         else:

@@ -13,15 +13,15 @@ from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 
 
 class Needs:
-    """By candidate: in which slots the backward pass needs each forward value, and in which forms it is saved.
-
-    A *row* is the number of a forward value, a *slot* a backward op with what is recomputed and fetched just before it.
-    A *position* numbers what can run in the backward pass: in each slot all forward ops, which may be recomputed there,
-    then the backward op. Forms are numbers in ``flat.forms``: first encodings, then copies to host memory.
-    """
+    """By candidate: in which slots the backward pass needs each forward value, and in which forms it is saved."""
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
-        """Compute everything.
+        """Compute all attributes, arrays with a column for each candidate.
+
+        A *row* is the number of a forward value, a *slot* a backward op with what is recomputed and fetched just before
+        it. A *position* numbers what can run in the backward pass: in each slot all forward ops, which may be
+        recomputed there, then the backward op. Forms are numbers in ``flat.forms``: first encodings, then copies to
+        host memory.
 
         Args:
             flat: the graph.
@@ -50,7 +50,7 @@ class Needs:
         """Row of the value of each copied form."""
         self.any_recomputes = [bool(row.any()) for row in self.recomputes]
         """By row: whether any candidate recomputes the value."""
-        # when each value is needed: from the reads of backward ops, then in reverse from those of recomputed ops
+        # when each value is needed: filled by the reads of backward ops, then in reverse by those of recomputed ops
         self.recompute_slots: dict[int, Ints] = {}
         """Row -> slot in which the value is recomputed, by candidate; NEVER if it is not."""
         self.fetch_slots: dict[int, Ints] = {}
@@ -67,12 +67,12 @@ class Needs:
         self.encoding_reader_scratch = np.zeros((flat.slot_count, count), dtype=np.int64)
         """(slot, candidate): scratch bytes that the backward op needs more if it reads an encoding, not the value."""
         self.encoding_reader_unsaved = np.zeros((flat.slot_count, count), dtype=np.int64)
-        """(slot, candidate): scratch bytes that the backward op would save in place, but not if it reads an encoding.
-        """
+        """(slot, candidate): ``scratch_saved`` of the backward op if it reads an encoding: then it cannot overwrite the
+        value, and saves nothing."""
         self._add_backward_reads()
         for index in range(len(self.flat.forward_ops) - 1, -1, -1):
             self._add_operands_of(index)
-        # what is saved for that: the value itself, or a form that a candidate uses and needs
+        # what the forward pass saves: the value itself, or a form that a candidate uses and needs
         self.is_needed = self.first_needed_slot < NEVER
         """(row, candidate): whether the backward pass needs the value, in any form."""
         self.saved_as_is = self.is_needed & ~self.recomputes

@@ -121,7 +121,10 @@ class SegmentCache:
                 self.expandable.unmap(chunk, chunk.address, chunk.address + chunk.size)
 
     def release_oversize(self, pool: ChunkPool, stream: int, size: int) -> bool:
-        """Under a split limit, release the smallest sufficient unused block above it, or else the largest ones.
+        """Under a split limit, release the smallest sufficient unused block above it, or else the largest blocks.
+
+        Chunks with a ``reservation`` are parts of expandable segments, which torch does not release here
+        (release_available_cached_blocks).
 
         Returns:
             Whether enough was released for the request.
@@ -137,6 +140,7 @@ class SegmentCache:
             if chunks[index].fills_segment:
                 self.release(chunks[index])
             return chunks[index].fills_segment
+        # no block is large enough, or the smallest such block is expandable: those before it, the largest first
         released = 0
         while index > 0 and released < needed and chunks[index - 1].size >= limit:
             index -= 1

@@ -116,9 +116,9 @@ def _constructor_arguments(layer: nn.Module, name: str) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {}
     for argument, parameter in _arguments(layer).items():
-        if argument == "bias":  # the attribute is the flag itself, or the parameter, None without a bias
+        if argument == "bias":  # the attribute is the flag itself (RNNs), or the parameter, None without a bias
             bias = getattr(layer, "bias", parameter.default)
-            arguments[argument] = bias if isinstance(getattr(layer, "bias", None), bool) else bias is not None
+            arguments[argument] = bias if isinstance(bias, bool) else bias is not None
         elif hasattr(layer, argument):
             arguments[argument] = getattr(layer, argument)
         # layers of torch.nn store what matters; those of others may have been constructed without the default

@@ -103,13 +103,13 @@ def whole_run(trace: Trace, facts: Facts, *, title: str, settings: str | None = 
                 builds_graph=span.kind == "evaluate" and any(parts[part].graph_calls for part in span.parts),
             )
         )  # fmt: skip
-    emptied = timeline.peak_reserved
-    if trace.device != HOST:
-        calls = (Call(full.steps[span.parts[0]], "empty_cache") for span in spans)
-        calls = tuple(sorted((*full.calls, *calls), key=lambda call: call.tick))
-        emptied = simulate(replace(full, calls=calls), settings=settings).peak_reserved
+    reserved_if_emptied = timeline.peak_reserved
+    if trace.device != HOST:  # a card's allocator caches freed blocks: simulate it with the cache emptied at each phase
+        empty_cache_calls = (Call(full.steps[span.parts[0]], "empty_cache") for span in spans)
+        calls = tuple(sorted((*full.calls, *empty_cache_calls), key=lambda call: call.tick))
+        reserved_if_emptied = simulate(replace(full, calls=calls), settings=settings).peak_reserved
     run = WholeRun(
-        title, trace.device, tuple(phases), timeline.peak_allocated, timeline.peak_reserved, emptied,
+        title, trace.device, tuple(phases), timeline.peak_allocated, timeline.peak_reserved, reserved_if_emptied,
         _growth_per_epoch(full, timeline, spans, facts), facts.ending, host.peak.bytes,
     )  # fmt: skip
     return run, full

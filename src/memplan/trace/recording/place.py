@@ -242,7 +242,7 @@ class Place:
         if threading.get_ident() != self._thread:
             return
         if self._add_module(module):
-            self.made_at.pop(id(module), None)
+            self.made_at.pop(id(module), None)  # of a module that is gone, whose id() this new module has
         if isinstance(value, nn.Module):
             self.add_modules(value)  # an averaged model registers a copy, whose own parts were never registered
         if id(module) not in self.made_at and self.building and isinstance(value, torch.Tensor):
