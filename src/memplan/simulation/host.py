@@ -108,14 +108,14 @@ def host_use(trace: Trace, budget: int | None = None) -> HostUse:
     cache = _PinnedCache()
     pinned = most_pinned = most_shared = 0
     peaks = list[HostPeak]()
-    position = 0
+    index = 0  # of the next change
     for start, end in pairwise((0, *trace.steps, trace.end + 1)):
         highest, tick, terms = total, start, dict(levels)
-        while position < len(changes) and changes[position].tick < end:
-            change = changes[position]
-            position += 1
+        while index < len(changes) and changes[index].tick < end:
+            change = changes[index]
+            index += 1
             size = change.size
-            if change.term == "pinned":
+            if change.term == "pinned":  # freed blocks stay in torch's cache of pinned memory
                 pinned += size
                 size = cache.growth(size)
             levels[change.term] += size
@@ -137,7 +137,7 @@ class _PinnedCache:
     def __init__(self) -> None:
         self._used = Counter[int]()
         """Block size -> number of blocks in use."""
-        self._held = Counter[int]()
+        self._allocated = Counter[int]()
         """Block size -> number of blocks in use or cached."""
 
     def growth(self, size: int) -> int:
@@ -145,9 +145,9 @@ class _PinnedCache:
         if ``size`` is negative, for a block that is freed."""
         block = pinned_block(abs(size))
         self._used[block] += 1 if size > 0 else -1
-        if self._used[block] <= self._held[block]:
+        if self._used[block] <= self._allocated[block]:
             return 0
-        self._held[block] = self._used[block]
+        self._allocated[block] = self._used[block]
         return block
 
 
@@ -244,7 +244,7 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
     """Yield the memory of loaders, their workers and data sets that is in no recorded storage."""
     data_sets = set[int]()
     on_host = sorted(_on_host(trace), key=lambda storage: storage.born)
-    marked = {entry.storage for entry in trace.host}
+    pinned_or_shared = {entry.storage for entry in trace.host}
     for use in trace.loaders:
         if use.data_set not in data_sets:
             data_sets.add(use.data_set)
@@ -256,8 +256,9 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
                 worker += _cuda_build(trace)
             processes = use.workers * worker + _HELPERS[use.start_method]
             yield from _live("workers", processes, use.start, use.end)
-        samples = _peak_of_samples(use, on_host, marked)
-        cached = _peak_of_samples(use, on_host, marked, _MALLOC_RETURNS)
+        samples = _peak_of_samples(use, on_host, pinned_or_shared)
+        # what malloc caches in a worker after a batch was loaded, instead of returning it to the system
+        cached = _peak_of_samples(use, on_host, pinned_or_shared, _MALLOC_RETURNS)
         idle = use.start  # tick from which the workers wait for a pass over the data
         for _, loads in groupby(use.loads, key=lambda load: bisect_right(use.exhausted, load[0])):
             start, first = next(loads)  # of the pass's first batch: begins to load, has arrived
@@ -292,18 +293,20 @@ def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[
             yield from _live("pinned", size, first, end)
 
 
-def _peak_of_samples(use: LoaderUse, on_host: list[Storage], marked: set[int], below: int = 1 << 62) -> int:
+def _peak_of_samples(use: LoaderUse, on_host: list[Storage], pinned_or_shared: set[int], below: int = 1 << 62) -> int:
     """Return the peak bytes of samples while a batch is loaded, without the batch itself if it is pinned.
 
     Args:
-        marked: storages in pinned or shared memory, which do not count.
+        use: the loader.
+        on_host: storages on the host in order of their allocation.
+        pinned_or_shared: ids of storages in pinned or shared memory, which do not count.
         below: only storages of less than this number of bytes count.
     """
     peaks = [0]
     for start, end in use.loads:
         first = bisect_right(on_host, start, key=lambda storage: storage.born)
         last = bisect_right(on_host, end, key=lambda storage: storage.born)
-        samples = (storage for storage in on_host[first:last] if storage.id not in marked and storage.bytes < below)
+        samples = (s for s in on_host[first:last] if s.id not in pinned_or_shared and s.bytes < below)
         peaks.append(peak_live_bytes(samples))
     batch = sum(size for size in use.batch if size < below) if use.pinned else 0
     return max(max(peaks) - batch, 0)
@@ -318,8 +321,8 @@ def _on_host(trace: Trace) -> Iterable[Storage]:
 
 def _load_at(loads: list[tuple[int, int]], tick: int) -> tuple[int, int] | None:
     """Return the (start, end) of the load with ``start < tick <= end``, or None; ``loads`` are sorted."""
-    position = bisect_right(loads, (tick - 1, 1 << 62)) - 1  # the last load that starts before the tick
-    return loads[position] if position >= 0 and tick <= loads[position][1] else None
+    last = bisect_right(loads, (tick - 1, 1 << 62)) - 1  # the last load that starts before the tick; 1 << 62: any end
+    return loads[last] if last >= 0 and tick <= loads[last][1] else None
 
 
 def _pages(size: int) -> int:

@@ -59,6 +59,7 @@ def drive(
         OutOfMemory: more than ``capacity`` bytes were needed.
     """
     allocator = CachingAllocator(settings, capacity=capacity) if begin is None else begin.occupied.allocator(settings)
+    # storages that are allocated when the trace begins, with their addresses; bytes of blocks that are not the trace's
     placed, others = ({}, 0) if begin is None else (begin.addresses, begin.others)
     plans = {engine.storage: engine.plans for engine in trace.engines} if capacity is not None else {}
     addresses: dict[int, int] = {}
@@ -117,7 +118,7 @@ def room_for(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: b
     """
     smaller = dict[int, int]()
     try:
-        drive(trace, settings, low=low, capacity=capacity, smaller=smaller)
+        drive(trace, settings, low=low, capacity=capacity, smaller=smaller)  # for what it adds to `smaller`
     except OutOfMemory:
         return None
     return smaller

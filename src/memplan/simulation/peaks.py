@@ -48,16 +48,16 @@ def _peaks(events: Sequence[Level], bounds: Sequence[int]) -> list[StepPeak]:
     Reserved bytes seldom fall, so the tick of their peak is the one at which the most is allocated, the first of these.
     """
     peaks: list[StepPeak] = []
-    position, allocated, reserved = 0, 0, 0
+    index, allocated, reserved = 0, 0, 0  # of the next event; after the last event
     for start, end in pairwise(bounds):
         peak_allocated, peak_tick = allocated, start
         peak_reserved, allocated_then, reserved_tick = reserved, allocated, start
-        while position < len(events) and events[position][0] <= end:
-            tick, allocated, reserved = events[position]
+        while index < len(events) and events[index][0] <= end:
+            tick, allocated, reserved = events[index]
             if allocated > peak_allocated:
                 peak_allocated, peak_tick = allocated, tick
             if (reserved, allocated) > (peak_reserved, allocated_then):
                 peak_reserved, allocated_then, reserved_tick = reserved, allocated, tick
-            position += 1
+            index += 1
         peaks.append(StepPeak(start, end, peak_allocated, peak_reserved, peak_tick, reserved_tick))
     return peaks

@@ -44,7 +44,8 @@ def reserved_bounds(trace: Trace, settings: AllocatorSettings) -> tuple[int, int
 
 
 def _shares(random_cases: int) -> Iterator[Share]:
-    """Yield the cases besides the ends of the intervals: workspaces that grow over the step, then random sizes."""
+    """Yield the cases between the ends of the intervals, each as a function from (index of a workspace, number of
+    workspaces) to its share of the interval: workspaces that grow over the step, then random sizes."""
     yield lambda index, total: 0.5 + 0.5 * index / (total - 1)
     for seed in range(random_cases):
         generator = random.Random(seed)  # the same cases for the same step
@@ -59,7 +60,7 @@ def _key(trace: Trace, storage: Storage) -> tuple[str, int]:
 def _with_fixed_workspaces(trace: Trace, shares: dict[tuple[str, int], float]) -> Trace:
     """Return the trace with one size for each workspace that is known as an interval of bytes.
 
-    ``shares``: by `_key`, the position of the size in its interval, from 0 (the least bytes) to 1 (the most).
+    ``shares``: by `_key`, where the size lies in its interval, from 0 (the least bytes) to 1 (the most).
     """
     storages = []
     for storage in trace.storages:

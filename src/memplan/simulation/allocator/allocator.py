@@ -52,6 +52,11 @@ class CachingAllocator(BlockTable):
         total: int | None = None,
         limit: int | None = None,
     ) -> None:
+        """Begin without segments.
+
+        ``place`` maps the size of a new segment to its address. Bytes: ``capacity`` of the device (None: unlimited),
+        ``total`` of the whole card, ``limit`` of the process.
+        """
         super().__init__(capacity)
         total = capacity if total is None else total
         if limit is None and settings.memory_fraction < 1 and total is not None:

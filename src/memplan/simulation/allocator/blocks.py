@@ -12,6 +12,7 @@ class BlockTable:
     """The blocks in use by address, and the bytes in them."""
 
     def __init__(self, capacity: int | None) -> None:
+        """``capacity``: bytes of the device; None: unlimited."""
         self.allocated = 0
         """Bytes in allocated blocks."""
         self.active = 0

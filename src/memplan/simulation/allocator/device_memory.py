@@ -54,11 +54,13 @@ class Device:
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
+        """Bytes that the device can give; None: unlimited."""
         self.reserved = 0
-        """Bytes."""
+        """Bytes of all segments and mapped pages."""
         self.log: list[AllocatorEvent] = []
+        """All events, in order."""
         self.tick = 0
-        """Of the events logged next."""
+        """Tick of the events logged next."""
 
     def has_room(self, size: int) -> bool:
         """Check whether ``size`` bytes are left."""
@@ -83,10 +85,11 @@ def ascending_addresses(above: int = 0) -> Callable[[int], int]:
     """
     next_address = max(FIRST_ADDRESS, -(-above // ALIGNMENT) * ALIGNMENT)
 
-    def place(size: int) -> int:
+    def next_free(size: int) -> int:
+        """Return the address after the last returned range, for one of ``size`` bytes."""
         nonlocal next_address
         address = next_address
         next_address += -(-size // ALIGNMENT) * ALIGNMENT
         return address
 
-    return place
+    return next_free

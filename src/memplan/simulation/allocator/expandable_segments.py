@@ -24,21 +24,24 @@ class ExpandableSegments:
     def __init__(
         self, settings: AllocatorSettings, device: Device, place: Callable[[int], int], total: int | None
     ) -> None:
+        """``place`` maps the size of an address range to its address. ``total``: bytes of the card; None: unknown."""
         self._device = device
         self._place = place
         self._large_page = settings.large_segment_size
         """Bytes of a page in pools for large requests."""
         self._total = UNKNOWN_CARD if total is None else total
         self.reservations: list[Reservation] = []
+        """All reserved address ranges, in the order of their reservation."""
 
     def page(self, pool: ChunkPool) -> int:
         """Return the page size of this pool."""
         return SMALL_SEGMENT if pool.small else self._large_page
 
     def reservation_size(self, pool: ChunkPool, size: int = 0) -> int:
-        """Return the size of a new address range for this pool, at least ``size``."""
+        """Return the bytes of a new address range for this pool, at least ``size``, in whole pages."""
         page = self.page(pool)
-        return -(-max(self._total + self._total // 8, size) // page) * page
+        card_and_eighth = self._total + self._total // 8  # as torch's ExpandableSegment reserves for every pool
+        return -(-max(card_and_eighth, size) // page) * page
 
     def allocate(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
         """Return a mapped chunk of at least ``size`` bytes, in no pool, or None if the device has too little memory.

@@ -78,6 +78,7 @@ class ChunkPool:
     """
 
     def __init__(self, ident: Pool, small: bool, expandable: bool) -> None:
+        """``ident``: the memory pool; ``small``: whether these chunks serve its small requests, or the large ones."""
         self.ident = ident
         self.small = small
         self.expandable = expandable

@@ -60,9 +60,10 @@ class Begin:
 
     @cached_property
     def others(self) -> int:
-        """Bytes of the blocks of all else. They count neither as allocated nor as reserved."""
-        own = {*self.addresses.values()}
-        return sum(size for address, size in self.occupied.live.items() if address not in own)
+        """Bytes of the allocator's live blocks that are not the trace's. They count neither as allocated nor as
+        reserved."""
+        addresses_of_trace = {*self.addresses.values()}
+        return sum(size for address, size in self.occupied.live.items() if address not in addresses_of_trace)
 
 
 def restored(

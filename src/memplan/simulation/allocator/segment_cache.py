@@ -31,11 +31,15 @@ class SegmentCache:
         total: int | None,
         limit: int | None,
     ) -> None:
+        """``place`` maps the size of a new segment to its address. Bytes: ``total`` of the card, None if unknown, and
+        ``limit`` of the process, None without a limit."""
         self.settings = settings
         self.device = device
         self.limit = limit
         self.expandable = ExpandableSegments(settings, device, place, total)
+        """The segments that grow page by page, if the settings have ``expandable_segments``."""
         self.collects_garbage = limit is not None and settings.garbage_collection_threshold > 0
+        """Whether unused segments are released from a share of the limit on (`collect_garbage`)."""
         self.retired: list[Pool] = []
         """Private pools that nobody uses any more, so their unused segments may be released."""
         self.firsts: dict[int, Chunk] = {}

@@ -55,7 +55,7 @@ class AllocatorSettings(Printed):
         """Return the steps between two powers of two to which ``size`` bytes are rounded; 0 or 1: none."""
         if not self.roundup_power2_divisions:
             return 0
-        bucket = min(max(size.bit_length() - 1 - 20, 0), BUCKETS - 1)
+        bucket = min(max(size.bit_length() - 1 - 20, 0), BUCKETS - 1)  # bucket k begins at 2**k MiB
         return self.roundup_power2_divisions[bucket][1]
 
     def __str__(self) -> str:
@@ -184,6 +184,7 @@ class _ParsedSettings:
         self.fields: dict[str, Any] = {}
         """Fields of `AllocatorSettings` that were set."""
         self.divisions = [0] * BUCKETS
+        """By bucket k, of sizes from 2**k MiB on: the steps between two powers of two; 0: none."""
 
     @property
     def large_segment_size(self) -> int:
@@ -204,7 +205,7 @@ def _divisions_text(divisions: Divisions) -> str:
 
     Its first entry also covers all smaller buckets, and ">" all larger ones.
     """
-    table = [parts for _, parts in divisions]  # position k is the bucket from 2**k MiB on
+    table = [parts for _, parts in divisions]  # entry k is the bucket from 2**k MiB on
     if len(set(table)) == 1:
         return str(table[0])
     first = next(k for k in range(BUCKETS) if table[k + 1] != table[k])
@@ -282,6 +283,7 @@ def _refuse_text(text: str, position: int, tokens: list[str]) -> NoReturn:
 
 
 def _refuse_name(name: str) -> NoReturn:
+    """Raise the error of an unknown setting, with the nearest names."""
     near = difflib.get_close_matches(name, _PARSERS, n=3, cutoff=0.5)
     raise UsageError(
         f"allocator setting {name!r} is unknown",
@@ -301,7 +303,7 @@ def _refuse_value(name: str, value: Value, expected: str) -> NoReturn:
 
 def _parse_number(name: str, value: Value, expected: str) -> int:
     """Parse the value of a setting as a whole number; ``expected`` is for the error message."""
-    if not isinstance(value, str) or not value.isascii() or not value.isdigit() or len(value) > 19:
+    if not isinstance(value, str) or not value.isascii() or not value.isdigit() or len(value) > 19:  # 64 bits hold 19
         _refuse_value(name, value, expected)
     return int(value)
 
@@ -324,8 +326,8 @@ def _flag(field: str | None = None) -> Parser:
 
 
 def _whole_number(expected: str, is_valid: Callable[[int], bool], field: str | None = None, unit: int = 1) -> Parser:
-    """Return the parser of a whole number of ``unit`` bytes; ``expected`` describes the valid numbers in errors.
-    ``field``: as for `_flag`."""
+    """Return the parser of a whole number of ``unit`` bytes. ``is_valid(number)`` says whether torch accepts a number,
+    ``expected`` describes the valid numbers in errors. ``field``: as for `_flag`."""
 
     def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
         number = _parse_number(name, value, expected)
@@ -350,7 +352,8 @@ def _size_of_large_segment_or_more(field: str) -> Parser:
 
 
 def _share(expected: str, is_valid: Callable[[float], bool], field: str) -> Parser:
-    """Return the parser of a number for a field of `AllocatorSettings`; ``expected`` describes the valid numbers."""
+    """Return the parser of a number for a field of `AllocatorSettings`. ``is_valid(number)`` says whether torch accepts
+    a number; ``expected`` describes the valid numbers."""
 
     def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
         """Parse a number that ``is_valid``; nan, which other texts become, is not."""
@@ -394,7 +397,7 @@ def _roundup(parsed: _ParsedSettings, name: str, value: Value) -> None:
             _refuse_value(name, value, expected)
         parsed.divisions[:] = [parts] * BUCKETS
         return
-    last, is_first = 0, True  # position of the last bucket
+    last, is_first = 0, True  # index of the last bucket so far
     for bucket, text in value:
         parts = _parse_number(name, text, expected)
         if parts and not _power_of_two(parts):

@@ -62,6 +62,8 @@ class ExactReplay:
     """A replay under the recorded settings. New segments get their recorded addresses; all else is simulated."""
 
     def __init__(self, snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> None:
+        """``start``: the allocator's state before the history. ``requests``: for each event of the history the
+        program's request, None for the allocator's own actions."""
         self.snapshot = snapshot
         self.requests = requests
         self.start = start
@@ -72,13 +74,15 @@ class ExactReplay:
         self.mismatches = [Mismatch(index, "history", text, "nothing") for index, text in start.conflicts]
         """Where the replay differs from the recording."""
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
+        """(tick, allocated, reserved) at the start and after each request."""
         self.ooms: list[OutOfMemoryEvent] = []
+        """The requests that ran out of memory."""
         self._addresses = {block.owner: block.address for segment in start.segments for block in segment.blocks}
         """Of the live and pending blocks, by owner."""
         self._segment_allocs: list[Entry] = []
-        """Recorded since the last request, which come before the block that they are for."""
+        """Segment allocations since the last request: torch records them before the block that they are for."""
         self._segment_frees: list[tuple[int, Entry]] = []
-        """Recorded and not yet replayed, with their indices."""
+        """Segment frees that are not yet replayed, with the indices of their events."""
         self._just_released = False
         """Whether memory was released since the last request: maybe to serve the next one."""
         self._next_unrecorded = _UNRECORDED_ADDRESS
@@ -179,11 +183,11 @@ class ExactReplay:
             right = segment.blocks[index + 1 : index + 2]  # the remainder that was split off, if any
             free = block.size + sum(block.size for block in right if block.state == "inactive")
             # with so many bytes less, the free block is a unit too small for the request
-            extra = free - block_size(settings, block.requested) + ALLOCATOR_BLOCK
-            unsplit = left.size + extra - block_size(settings, left.requested)
-            if left.owner in self.start.uncertain and unsplit <= LARGEST_SMALL and extra < free:
+            additional = free - block_size(settings, block.requested) + ALLOCATOR_BLOCK
+            unsplit = left.size + additional - block_size(settings, left.requested)
+            if left.owner in self.start.uncertain and unsplit <= LARGEST_SMALL and additional < free:
                 assert left.owner is not None, "uncertain blocks have owners"
-                return left.owner, extra
+                return left.owner, additional
         return None
 
     def _release_recorded(self) -> None:
@@ -262,6 +266,7 @@ class ExactReplay:
     def _differs(
         self, index: int, what: Literal["address", "segment", "history", "free"], recorded: str, replayed: str
     ) -> None:
+        """Note that the replay of the event at ``index`` differs from the recording."""
         self.mismatches.append(Mismatch(index, what, recorded, replayed))
 
 

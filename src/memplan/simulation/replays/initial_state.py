@@ -100,6 +100,7 @@ class _Rewinder:
     """The allocator's state while events are undone, from the last one on."""
 
     def __init__(self, snapshot: Snapshot) -> None:
+        """Begin in the state at the end of the snapshot's history."""
         self.event_count = len(snapshot.entries)
         self.settings: AllocatorSettings = snapshot.settings
         self.segments: dict[int, _Segment] = {}
@@ -111,7 +112,8 @@ class _Rewinder:
         self.conflicts: list[tuple[int, str]] = []
         """(index of an event, why it cannot follow the earlier events)."""
         self.lowest_map: dict[tuple[int, bool, Pool], int] = {}
-        """For each kind of expandable segment, the lowest address mapped while another part of the kind was mapped."""
+        """For each kind of expandable segment (`_kind`), the lowest address mapped while another part of the kind was
+        mapped."""
         self._undo_by_action: dict[str, Callable[[int, Entry], None]] = {
             "alloc": self._undo_alloc,
             "free_requested": self._undo_free_requested,
@@ -122,7 +124,7 @@ class _Rewinder:
             "segment_unmap": self._undo_unmap,
             "oom": lambda index, entry: None,
         }
-        # the state at the end of the history, from which events are undone
+        """By action of an event: the method that undoes the event at an index."""
         for recorded in snapshot.segments:
             segment = self._insert(
                 _Segment(
@@ -251,6 +253,7 @@ class _Rewinder:
         return self._insert(_Segment(entry.address, entry.size, entry.stream, small, pool, expandable))
 
     def _insert(self, segment: _Segment) -> _Segment:
+        """Add a segment, and return it."""
         self.segments[segment.address] = segment
         insort(self.segment_addresses, segment.address)
         return segment
@@ -260,8 +263,9 @@ class _Rewinder:
         del self.segment_addresses[bisect_left(self.segment_addresses, segment.address)]
 
     def _segment_at(self, address: int) -> _Segment | None:
-        position = bisect_right(self.segment_addresses, address)
-        segment = self.segments[self.segment_addresses[position - 1]] if position else None
+        """Return the segment that contains an address, or None."""
+        index = bisect_right(self.segment_addresses, address)
+        segment = self.segments[self.segment_addresses[index - 1]] if index else None
         return segment if segment is not None and address < segment.end else None
 
     def _conflict(self, index: int, text: str) -> None:
@@ -330,18 +334,18 @@ class _Rewinder:
         """Return the live blocks at ``addresses``, whose owners count from ``first_owner``, and the free blocks between
         them."""
         blocks: list[Block] = []
-        position = segment.address
+        end = segment.address  # of the blocks so far
         next_addresses = (*addresses[1:], segment.end)
         for owner, (address, next_address) in enumerate(zip(addresses, next_addresses, strict=False), first_owner):
             block = self.blocks[address]
-            if address > position:
-                blocks.append(Block(position, address - position, requested=0, state="inactive"))
+            if address > end:
+                blocks.append(Block(end, address - end, requested=0, state="inactive"))
             state = "active_pending_free" if block.pending else "active_allocated"
             size = min(block.size or block.rounded, next_address - address)
             blocks.append(Block(address, size, min(block.requested, size), state, owner))
-            position = address + size
-        if position < segment.end:
-            blocks.append(Block(position, segment.end - position, requested=0, state="inactive"))
+            end = address + size
+        if end < segment.end:
+            blocks.append(Block(end, segment.end - end, requested=0, state="inactive"))
         return blocks
 
 

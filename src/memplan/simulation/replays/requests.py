@@ -42,6 +42,7 @@ class _Requests:
     """Tracks the owners of blocks over the events of a snapshot, to identify the block of each free."""
 
     def __init__(self, snapshot: Snapshot, start: Start) -> None:
+        """``start``: the allocator's state before the snapshot's history."""
         self.snapshot = snapshot
         self.pools = _PrivatePools(snapshot, start)
         """Finds the pool of a request."""
@@ -109,6 +110,7 @@ class _PrivatePools:
     """
 
     def __init__(self, snapshot: Snapshot, start: Start) -> None:
+        """Find the address ranges of private pools, in the states before and after the snapshot's history."""
         self.ends: dict[int, tuple[int, Pool]] = {}
         """Address of a private segment -> (end, pool)."""
         self.starts: list[int] = []
@@ -136,9 +138,9 @@ class _PrivatePools:
         """Return the memory pool of an event."""
         if entry.pool is not None:
             return entry.pool
-        position = bisect_right(self.starts, entry.address) if entry.action != "oom" else 0
-        if position:
-            end, pool = self.ends[self.starts[position - 1]]
+        index = bisect_right(self.starts, entry.address) if entry.action != "oom" else 0  # which has no address
+        if index:
+            end, pool = self.ends[self.starts[index - 1]]
             if entry.address < end:
                 return pool
         return DEFAULT_POOL

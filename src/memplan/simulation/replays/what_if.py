@@ -79,6 +79,7 @@ class _WhatIfRun:
         ``as_recorded``: whether to begin in the recorded state, if that is within the capacity.
         """
         self.ooms: list[OutOfMemoryEvent] = []
+        """The requests that ran out of memory."""
         self.ended = False
         """Whether a request failed that did not in the recording."""
         self.addresses: dict[int, int] = {}
@@ -98,6 +99,7 @@ class _WhatIfRun:
             self.allocator = CachingAllocator(settings, capacity=capacity)
             self._allocate_live([(segment, block, owner) for segment, block, owner in blocks if owner is not None])
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
+        """(tick, allocated, reserved) at the start and after each request."""
 
     def _allocate_live(self, blocks: Sequence[tuple[Segment, Block, int]]) -> None:
         """Allocate the blocks, each with its owner, that were live at the start."""

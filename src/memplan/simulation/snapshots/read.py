@@ -102,7 +102,7 @@ def read_snapshot(what: str | os.PathLike[str] | Mapping[str, Any], gpu: int | N
         DeviceError: the snapshot has nothing of ``gpu``, or several GPUs and ``gpu`` is None.
     """
     if isinstance(what, Mapping):
-        return _Reader("the snapshot", 1 << 40).read(what, gpu)
+        return _Reader("the snapshot", 1 << 40).read(what, gpu)  # no limit: it is in memory already
     if not isinstance(what, (str, os.PathLike)):
         raise SnapshotFormatError(f"a {type(what).__name__}", expected="a path, or a dict: " + EXPECTED)
     source = shown(str(what))
@@ -181,6 +181,7 @@ class _Reader:
     """
 
     def __init__(self, source: str, item_budget: int) -> None:
+        """``source``: the snapshot's name in messages; ``item_budget``: how many list items may be read in all."""
         self.source = source
         self.item_budget = item_budget
         self.stacks: dict[tuple[Frame, ...], int] = {(): 0}
@@ -388,6 +389,7 @@ class _Reader:
         return index
 
     def frame(self, raw: Any) -> Frame:
+        """Return a frame of a stack. Snapshots refer to the same dict again and again: each is checked once."""
         frame = self.frame_by_id.get(id(raw))
         if frame is None:
             if not isinstance(raw, Mapping):
@@ -422,6 +424,7 @@ def _is_number(value: object) -> bool:
 
 
 def _repr(value: object) -> str:
+    """Return a value for a message: strings and numbers as they are, of others the type."""
     if isinstance(value, str):
         return repr(shown(value, 40))
     if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2 * _MAX_NUMBER):

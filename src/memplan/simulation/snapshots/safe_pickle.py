@@ -51,6 +51,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise _Refused(f"{module_name}.{global_name}")
 
     def persistent_load(self, pid: Any, /) -> NoReturn:
+        """Called by `pickle` for an object that is stored elsewhere, as tensors in files of torch.save: refuse it."""
         raise _Refused("a persistent id")
 
 
@@ -95,6 +96,7 @@ def memory_of_pickle(data: bytes) -> int:
     A dict of few keys takes 240 bytes, a list 100. Every other byte of the pickle adds at most 32: a number needs three
     bytes in the pickle and takes 32 and its slot, a memo entry needs one byte and takes 24 while the memo grows.
     """
+    # 33: a byte of the pickle itself, and the 32 that it adds
     return 33 * len(data) + 240 * (data.count(b"}") + data.count(b"(")) + 100 * data.count(b"]")
 
 

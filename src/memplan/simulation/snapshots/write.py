@@ -124,9 +124,9 @@ class _Writer:
 
     def __init__(self, frames: Frames, causes: Mapping[int, str] | None) -> None:
         self.frames = frames
-        """Stack of each owner of blocks."""
+        """Stack of each owner of blocks, the innermost frame first."""
         self.causes = causes
-        """Category of each owner of blocks."""
+        """Category of each owner of blocks; None: events get no category."""
         self.stacks: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
         """Stack -> the stack as torch writes it, shared by all events that have it."""
 
@@ -142,6 +142,7 @@ class _Writer:
         return self.stacks[frames]
 
     def event(self, event: AllocatorEvent) -> dict[str, Any]:
+        """Return an event as an entry of torch's ``device_traces``."""
         row: dict[str, Any] = {
             "action": event.action,
             "device_free" if event.action == "oom" else "addr": event.address,
@@ -156,6 +157,7 @@ class _Writer:
         return row
 
     def segment(self, segment: Segment, device: int) -> dict[str, Any]:
+        """Return a segment as an entry of torch's ``segments``. ``device``: number of the GPU."""
         live = [block for block in segment.blocks if block.state == "active_allocated"]
         active = [block for block in segment.blocks if block.state != "inactive"]
         return {
@@ -174,6 +176,7 @@ class _Writer:
         }
 
     def block(self, block: Block) -> dict[str, Any]:
+        """Return a block as an entry of a segment's ``blocks``."""
         return {
             "address": block.address,
             "size": block.size,
