@@ -130,9 +130,9 @@ def _with_severity(finding: Finding) -> Finding:
 def _merged(findings: Iterable[Finding]) -> list[Finding]:
     """Merge the findings of a kind that cost no bytes into one about their layers; others stay as they are."""
     groups: dict[Any, list[Finding]] = {}
-    for position, finding in enumerate(findings):
-        # a finding that costs bytes is a group of its own
-        key = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else position
+    for index, finding in enumerate(findings):
+        # a finding that costs bytes is not merged
+        key = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else index
         groups.setdefault(key, []).append(finding)
     merged: list[Finding] = []
     for first, *others in groups.values():

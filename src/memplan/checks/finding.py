@@ -48,8 +48,8 @@ class Finding(Displayed):
         return by_field(self)
 
     def __str__(self) -> str:
-        place = ", ".join(part for part in (self.layer, self.where) if part)
-        return f"{self.severity} {self.id}{f' ({place})' if place else ''}: {self.message}"
+        location = ", ".join(part for part in (self.layer, self.where) if part)
+        return f"{self.severity} {self.id}{f' ({location})' if location else ''}: {self.message}"
 
 
 _ROW = {"layer": str | None, "where": str | None, "bytes": int, "lost": tuple[tuple[Signed, Signed], ...]}

@@ -44,7 +44,7 @@ def _retained(trace: Trace) -> list[Finding]:
     retained: list[Storage] = []
     last_pass = {backward.step: backward for backward in trace.passes if not backward.nested}
     for step, last in last_pass.items():
-        if not last.keeps:
+        if not last.keeps:  # without retain_graph or create_graph, the pass frees what is saved
             continue
         begin, _ = ticks_of_step(trace, step)
         of_step = [s for s in trace.counted if s.cause == "saved" and begin < s.born <= last.end]

@@ -60,7 +60,7 @@ def find(subject: Subject) -> list[Finding]:
         return [
             Finding(ID, "warning", layer="", where=None, bytes=size, message=message, advice=advice, details=details)
         ]
-    in_32_bits = {state.id: replace(state, bytes=4 * math.prod(state.shape)) for state in narrow}
+    in_32_bits = {state.id: replace(state, bytes=4 * math.prod(state.shape)) for state in narrow}  # 4 bytes an element
     larger = replace(trace, storages=tuple(in_32_bits.get(s.id, s) for s in trace.storages))
     spared = peak_of(larger) - peak_of(trace)
     if matters(trace, spared):
@@ -74,7 +74,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _in_8_bits(state: Storage) -> int:
-    """Return the bytes of a state as 8-bit codes with a scale for each block."""
+    """Return the bytes of a state as 8-bit codes with a scale in float32 for each block of `_BLOCK` elements."""
     elements = math.prod(state.shape)
     return elements + 4 * math.ceil(elements / _BLOCK)
 

@@ -20,10 +20,10 @@ def find(subject: Subject) -> list[Finding]:
     if not recomputed or recorder is None:
         return []
     checkpoints = CheckpointFree()
-    plain = recorder.record(around=checkpoints.installed())
-    if not isinstance(plain, Trace) or not checkpoints.total:
+    without = recorder.record(around=checkpoints.installed())
+    if not isinstance(without, Trace) or not checkpoints.total:
         return []
-    if matters(plain, peak_of(plain) - peak_of(trace)):
+    if matters(without, peak_of(without) - peak_of(trace)):  # the checkpoints lower the peak
         return []
     saved, blocks = _blockwise_saving(recorder, trace)
     steps = len(trace.steps)
@@ -32,7 +32,7 @@ def find(subject: Subject) -> list[Finding]:
     message = (
         f"{'the checkpoint of a step runs' if single else f'the {per_step} checkpoints of a step run'} "
         f"{len(recomputed) // steps} ops a second time and {'does' if single else 'do'} not lower its peak: "
-        f"{format_bytes(peak_of(trace))} with, {format_bytes(peak_of(plain))} without"
+        f"{format_bytes(peak_of(trace))} with, {format_bytes(peak_of(without))} without"
     )
     severity: Severity = "warning" if saved else "info"
     advice = (
@@ -41,7 +41,7 @@ def find(subject: Subject) -> list[Finding]:
         else "Leave it out: the step is faster without"
     )
     first = recomputed[0]
-    details = {"with": peak_of(trace), "without": peak_of(plain), "blocks": blocks}
+    details = {"with": peak_of(trace), "without": peak_of(without), "blocks": blocks}
     return [Finding(ID, severity, first.layer, first.where, saved, message, (advice,), details)]
 
 

@@ -120,7 +120,8 @@ def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
         return step
 
     peak = simulate(record(build, device="cpu", steps=1)).peak_allocated
-    inputs_and_gradients = 2 * torch_dtype.itemsize * width * (rows + classes) + 8 * rows
+    targets = torch.long.itemsize * rows
+    inputs_and_gradients = 2 * torch_dtype.itemsize * width * (rows + classes) + targets
     return max(0, peak - inputs_and_gradients)
 
 

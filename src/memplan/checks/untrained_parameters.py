@@ -49,10 +49,12 @@ def _cause(subject: Subject) -> tuple[str, tuple[str, ...]]:
     if subject.recorder is None:
         return "", unknown
     checkpoints = CheckpointFree()
-    plain = subject.recorder.record(around=checkpoints.installed())
-    if not isinstance(plain, Trace) or not checkpoints.reentrant or len(plain.ungraded) >= len(subject.trace.ungraded):
+    without = subject.recorder.record(around=checkpoints.installed())  # checkpoints
+    if not isinstance(without, Trace) or not checkpoints.reentrant:
         return "", unknown
-    saved = peak_of(plain) - peak_of(subject.trace)
+    if len(without.ungraded) >= len(subject.trace.ungraded):  # parameters without a gradient
+        return "", unknown
+    saved = peak_of(without) - peak_of(subject.trace)
     remark = f", and the {format_bytes(saved)} less at the peak are no win" if saved > 0 else ""
     return (
         f"; a reentrant checkpoint whose inputs need no gradient cuts it off{remark}",

@@ -38,15 +38,17 @@ class Fusing:
     recorded for a card. ``weights``: whether to call torch's own layers with ``need_weights=False``."""
 
     def __init__(self, trace: Trace, attention: Sequence[Attention], *, on_card: bool, weights: bool = False) -> None:
+        """``attention``: what `trace` computes by single ops, and a fused call is to compute."""
         self._score_sites = {site(trace, block.scores) for block in attention}
         """(``file:line``, elements of the result) of each product of queries and keys."""
         self._scaling_sites = {site(trace, op) for block in attention for op in block.scalings}
-        """The same of each scaling of queries or keys."""
+        """(``file:line``, elements of the result) of each scaling of queries or keys."""
         self._summand_sites = {site(trace, block.summand) for block in attention if block.summand is not None}
-        """The same of each empty tensor that ``baddbmm`` gets as its summand."""
+        """(``file:line``, elements) of each empty tensor that ``baddbmm`` gets as its summand."""
         self._sizes = {size for _, size in self._score_sites | self._scaling_sites}
-        """Elements of the results at the first two."""
+        """Elements of the products' and scalings' results: ops with other sizes are passed on at once."""
         self._on_card, self._weights = on_card, weights
+        """Whether the step is recorded for a card; whether torch's own layers are called with need_weights=False."""
         self._placeholders: dict[int, tuple[torch.Tensor, Pending]] = {}
         """Storage of a placeholder, or of a tensor computed from it -> that tensor, and the scores it stands for."""
         self._calling = False

@@ -71,6 +71,7 @@ class _Search:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
+        """Forward ops of the first step."""
         self._readers = readers_of(self._forward)
         """By storage: the forward ops that read it."""
 

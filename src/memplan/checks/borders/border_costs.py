@@ -81,7 +81,7 @@ def _with_mirror(cost: Costs, recorder: StepRecorder, mirror: Mirror) -> Costs:
     output_shape = None
     returned = [call.tensors for call in trace.returned if call.tensors]
     if returned:
-        first_cropped = next((position for position, crop in enumerate(mirror.crops) if crop is not None), 0)
+        first_cropped = next((index for index, crop in enumerate(mirror.crops) if crop is not None), 0)
         output_shape = list(returned[-1][first_cropped].shape[-len(mirror.pads) :])
     details = {
         **cost.details, "mirror_pad": [list(pair) for pair in mirror.pads], "mirrored_peak": peak,
@@ -104,10 +104,10 @@ def _costs_by_recording(trace: Trace, recorder: StepRecorder, layers: Sequence[s
         return NotRecorded(f"{unpadded[0] or 'the step'} calls a function, and no module has the padding")
     if isinstance(mended, NotRecorded):
         options = _without_loss(recorder)
-        plain, mended_plain = recorder.record(options=options), recorder.record(change, options=options)
-        if isinstance(plain, NotRecorded) or isinstance(mended_plain, NotRecorded):
+        lossless, padded_lossless = recorder.record(options=options), recorder.record(change, options=options)
+        if isinstance(lossless, NotRecorded) or isinstance(padded_lossless, NotRecorded):
             return mended
-        before, mended = peak_of(plain), mended_plain
+        before, mended = peak_of(lossless), padded_lossless
         remark = " (without the loss, whose targets have the smaller size)"
     after = peak_of(mended)
     details: dict[str, Any] = {"peak": before, "padded_peak": after, "padding": padding.changes}

@@ -118,6 +118,7 @@ class Mirrored(nn.Module):
     """
 
     def __init__(self, model: nn.Module, mirror: Mirror) -> None:
+        """``mirror``: how far to pad the images of ``model``, and how to crop its outputs."""
         super().__init__()
         self.model, self.mirror = model, mirror
         self.kind: Kind = "tensor"
@@ -143,6 +144,7 @@ class Mirrored(nn.Module):
         return tensor.is_floating_point() and tensor.dim() > count and tensor.shape[-count:] == self.mirror.size
 
     def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an image with its padding; other tensors unchanged."""
         if not self._is_image(tensor):
             return tensor
         amounts = [side for pair in reversed(self.mirror.pads) for side in pair]
@@ -167,7 +169,7 @@ def _kind_and_keys(output: Any) -> tuple[Kind, tuple[str, ...]]:
 def _tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested lists, tuples, mappings and dataclasses."""
     tensors: list[torch.Tensor] = []
-    _map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)
+    _map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)  # append returns None: the copy is as before
     return tensors
 
 

@@ -98,7 +98,7 @@ def untraced(size: int) -> Dim:
 
 
 def unknown(shape: Sequence[int]) -> Fields:
-    """Return the fields of a tensor whose positions cannot be traced to an input."""
+    """Return the fields of a tensor of this shape whose positions cannot be traced to an input."""
     return tuple(untraced(size) for size in shape)
 
 
@@ -108,15 +108,18 @@ def size_of(dim: Dim) -> int:
 
 
 def resolved(dim: Dim) -> Axis:
-    """Return the fields of a dimension as a whole; () if they are unknown. In a dimension merged from a traced factor
-    and untraced factors inside of it (a pixel shuffle), all positions inside see what the traced position saw."""
+    """Return the fields of a dimension as a whole; () if they are unknown.
+
+    ``dim`` has a factor for each of the dimensions that a view merged into it, outermost first. If only the outermost
+    is traced (a pixel shuffle), each of its positions is followed by all inner positions, which see what it saw.
+    """
     if len(dim) == 1:
         return dim[0].axis
     factors = [factor for factor in dim if factor.size > 1]
     if len(factors) == 1:
         return factors[0].axis
     if not factors or not factors[0].axis or any(factor.axis for factor in factors[1:]):
-        return ()
+        return ()  # several traced dimensions were merged
     repeat = math.prod(factor.size for factor in factors[1:])
     return mapped(factors[0].axis, lambda span: span.through(repeat, advance=1, seen=lambda _: [0]))
 
@@ -183,6 +186,7 @@ def _union_of_dims(dims: list[Dim], size: int, op: int) -> Dim:
         return dims[0] if dims else untraced(size)
     if len(traced) == 1 or all(dim == traced[0] for dim in traced[1:]):
         return traced[0]
+    # a factor for each dimension that a view has merged into the operand's dimension
     factors = [[factor for factor in dim if factor.size > 1] or list(dim[:1]) for dim in traced]
     if len({tuple(factor.size for factor in of_dim) for of_dim in factors}) > 1:  # merged from different sizes
         return (Factor(size, _union_of_axes([resolved(dim) for dim in traced], size, op)),)
@@ -222,7 +226,10 @@ def _union_of_fields(fields: list[Field], size: int, op: int) -> Field:
 
 
 def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
-    """Return the receptive fields of a tensor after ``view(shape)``; unknown if the sizes have no common split."""
+    """Return the receptive fields of a tensor after ``view(shape)``; unknown if the sizes have no common split.
+
+    A new dimension has a factor for each old dimension that it merges, or the outer or inner part of one that is split.
+    """
     remaining = [factor for dim in fields for factor in dim if factor.size != 1]
     dims: list[Dim] = []
     for size in shape:
@@ -245,8 +252,8 @@ def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
 
 
 def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
-    """Return the two parts of a dimension that a view splits into (``outer``, ``factor.size // outer``). Only the outer
-    part is traced: each of its positions sees what all of its inner positions saw."""
+    """Return the outer and the inner part of a dimension that a view splits; ``outer`` is the size of the outer. Only
+    the outer part is traced: each of its positions sees what all of its inner positions saw."""
     inner = factor.size // outer
     axis = mapped(factor.axis, lambda span: span.through(period=1, advance=inner, seen=lambda _: range(inner)))
     return Factor(outer, axis, (factor, True)), Factor(inner, (), (factor, False))

@@ -70,6 +70,7 @@ def follow(trace: Trace) -> Followed:
     the input. A trace without forms (hand-made, or of an older version) has no outputs.
     """
     followed = _FieldPropagation(trace).run()
+    # tiled: again, with each tile as an input of its own
     return _FieldPropagation(trace, tiled=True).run() if _are_of_tiles(followed.outputs) else followed
 
 
@@ -93,9 +94,9 @@ class _FieldPropagation:
         self._models = _models(trace)
         """Paths of the modules that the step calls as models, not as losses."""
         self._sources: list[Source] = []
-        """Dimensions of inputs; a `Field` names its source by the position in this list."""
+        """Dimensions of inputs; a `Field` names its source by the index in this list."""
         self._fields_by_view: dict[View, Fields] = {}
-        """By canonical view: the fields of its dimensions."""
+        """By canonical view of a tensor: the receptive fields of its dimensions."""
         self._results: dict[int, tuple[Fields, ...]] = {}
         """Index of an op -> the fields of its results."""
         self._makers: dict[int, Call] = {}

@@ -18,6 +18,7 @@ class CheckpointFree:
 
     def __init__(self) -> None:
         self.total = self.reentrant = 0
+        """Number of checkpoints so far, and of the reentrant among them."""
 
     def installed(self) -> AbstractContextManager[None]:
         """Return the context for the recording."""

@@ -85,7 +85,7 @@ class _LiveGraphs:
         self._trace = trace
         self._readers = readers_of(op for op in trace.ops if op.phase == "forward")
         """By storage: the forward ops that read it."""
-        freeing = [backward for backward in trace.passes if not backward.keeps]
+        freeing = [backward for backward in trace.passes if not backward.keeps]  # neither retain_graph nor create_graph
         self._freed = {
             op.gradient_of for op in trace.ops
             if op.phase == "backward"

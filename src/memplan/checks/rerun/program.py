@@ -38,6 +38,7 @@ class Program:
     """
 
     def __init__(self, trace: Trace, changes: Changes) -> None:
+        """``changes``: by index of an op, the arguments to replace in its recorded call."""
         self._trace, self._changes = trace, changes
         self._forms = {form.op: form for form in trace.forms}
         """By index of an op."""
@@ -52,6 +53,7 @@ class Program:
         self._leaves: set[View] = set()
         """Views of tensors from before the step."""
         self.grown: dict[View, tuple[int, ...]] = {}
+        """By canonical view of data from before the step that must grow to match another tensor: its new shape."""
 
     def build(self) -> Callable[[], None]:
         """Create the tensors that exist before the step, and return the function that replays its ops. Raises
