@@ -34,6 +34,7 @@ from memplan.planning.graph.joint_graph import Ref
 from memplan.planning.graph.op_schema import arguments_of, overload
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.tiles import pools
+from memplan.planning.tiles.convolutions import CONVOLUTIONS
 from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, input_gradient, norm_of
 from memplan.planning.tiles.products import Factor, Product, weight_factor
 from memplan.planning.tiles.program import Node, NotTileable, Program
@@ -925,7 +926,7 @@ class _Run:
         faster_pools = pools.POOLS_WITH_DERIVATIVE if self._differentiates else pools.POOLS_WITHOUT_DERIVATIVE
         if index in self._nodes_without_values:
             return WITHOUT_VALUES[target]
-        return faster_pools.get(target) or overload(target)
+        return faster_pools.get(target) or CONVOLUTIONS.get(target) or overload(target)
 
     def operand(self, value: int, part: Part | None, result_placement: AxisPlacement) -> Tensor:
         """Return the part of a value that an op needs.

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memplan.planning.tiles.convolutions import convolution_gradients
+
 
 class _Convolution(torch.autograd.Function):
     """``aten::convolution`` without its result."""
@@ -20,7 +22,7 @@ class _Convolution(torch.autograd.Function):
         """Return a tensor of the result's shape with a single element of memory. ``options``: stride to groups, as of
         ``aten::convolution``."""
         ctx.save_for_backward(input, weight)
-        ctx.bias_shape, ctx.options = None if bias is None else list(bias.shape), options
+        ctx.has_bias, ctx.options = bias is not None, options
         return input.new_empty(()).expand(_convolution_shape(input, weight, *options))
 
     @staticmethod
@@ -28,9 +30,7 @@ class _Convolution(torch.autograd.Function):
         """Return the gradients of input, weight and bias from that of the result."""
         input, weight = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
-        computed = torch.ops.aten.convolution_backward.default(
-            gradients[0], input, weight, ctx.bias_shape, *ctx.options, mask
-        )
+        computed = convolution_gradients(gradients[0], input, weight, ctx.has_bias, ctx.options, mask)
         return *computed, *[None] * len(ctx.options)
 
 
