@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.planning.capture.capture import capture
@@ -32,6 +34,22 @@ def test_a_copy_that_is_returned_stays_one() -> None:
     graph = capture(Copies(), call_of((torch.randn(3, 4, requires_grad=True),), {})).graph
     assert targets(graph).count("aten.clone.default") == 2
     assert len({graph.base(value) for value in graph.outputs}) == 3
+
+
+@pytest.mark.parametrize("mode", ["replicate", "reflect", "constant"])
+def test_padding_of_nothing_is_no_copy(mode: str) -> None:
+    """A decoder pads what it has upsampled to the size of the encoder's, in most cases by nothing. Elements that are
+    cut off on one side and added on the other keep the shape, but are no copy."""
+
+    def graph_for(padding: tuple[int, ...]) -> JointGraph:
+        class Pads(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return F.pad(x.sin(), padding, mode=mode).cos()
+
+        return capture(Pads(), call_of((torch.randn(2, 3, 5, 6, requires_grad=True),), {})).graph
+
+    assert not [target for target in targets(graph_for((0, 0, 0, 0))) if "_pad" in target]
+    assert [target for target in targets(graph_for((1, -1, 0, 0))) if "_pad" in target]
 
 
 class Changes(nn.Module):

@@ -41,6 +41,14 @@ MATRIX, MASK = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 1, 3, 3, d
         (lambda x: x.mean(-4), IMAGE, 0),
         (lambda x: x.reshape(24, 5), (3, 8, 5), 1),
         (lambda x: x.transpose(0, 1).reshape(12, 5), (4, 3, 5), 0),
+        (lambda x: F.pad(x, (1, 2, 3, 4), mode="replicate"), IMAGE, 2),
+        (lambda x: F.pad(x, (1, 2, 3, 0), mode="replicate"), IMAGE, 0),
+        (lambda x: F.pad(x, (0, 0, 9, 0), mode="replicate"), (2, 3, 5, 4), 2),
+        (lambda x: F.pad(x, (0, 0, 0, 12), mode="replicate"), (2, 3, 5, 4), 2),
+        (lambda x: F.pad(x, (0, 0, 0, 0, 0, 0), mode="replicate"), (2, 3, 6, 4, 4), 2),
+        (lambda x: F.pad(x, (1, 2, 3, 4), mode="reflect"), IMAGE, 2),
+        (lambda x: F.pad(x, (0, 0, 4, 0), mode="reflect"), (2, 3, 5, 4), 2),
+        (lambda x: F.pad(x, (0, 0, 0, 4), mode="reflect"), (2, 3, 5, 4), 2),
     ],
 )
 def test_equal_to_the_whole(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int) -> None:

@@ -12,6 +12,13 @@ from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Re
 _CLONE = "aten.clone.default"
 _PURE_COPIES = (_CLONE, "aten.slice_backward.default")
 """Ops that only copy if the result has the source's shape: clones, and derivatives of slices of a whole dimension."""
+_PADDING_AT = {
+    "aten.constant_pad_nd.default": 1,
+    **{f"aten.{name}_pad{rank}d{derivative}.default": 2 if derivative else 1
+       for name in ("replication", "reflection") for rank in (1, 2, 3) for derivative in ("", "_backward")},
+}  # fmt: skip
+"""By op that pads, or is the derivative of one: the position of its padding. Without any, it copies its first argument,
+as where a decoder pads what it has upsampled to the size of what the encoder handed over."""
 _ALIAS = "aten.alias.default"
 
 
@@ -27,7 +34,7 @@ def without_copies(graph: JointGraph) -> JointGraph:
     owner_of: dict[int, int] = {}
     ops = list(graph.ops)
     for op in graph.ops:
-        if op.target not in _PURE_COPIES or not op.makes:
+        if not _only_copies(op) or not op.makes:
             continue
         source: Value = graph.values[op.args[0].value]
         copy = graph.values[op.makes[0]]
@@ -38,6 +45,12 @@ def without_copies(graph: JointGraph) -> JointGraph:
         owner_of[copy.id] = base
         ops[op.index] = replace(op, target=_ALIAS, args=op.args[:1], kwargs={}, makes=(), scratch=0)
     return with_views(graph, ops, owner_of) if owner_of else graph
+
+
+def _only_copies(op: GraphOp) -> bool:
+    """Return whether an op copies its first argument if the result has the same layout."""
+    position = _PADDING_AT.get(op.target)
+    return op.target in _PURE_COPIES if position is None else not any(op.args[position])
 
 
 def with_views(graph: JointGraph, ops: Iterable[GraphOp], owner_of: Mapping[int, int]) -> JointGraph:

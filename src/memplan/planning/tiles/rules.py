@@ -430,13 +430,13 @@ class _Pad(Rule):
         """Return the placement of the axis in the operand."""
         placement = call.placement("self")
         if placement is None or (placement.elements_per_position > 1 and any(self._padding(call, placement.dim))):
-            raise NotTileable("constant_pad_nd pads merged dimensions")
+            raise NotTileable(f"{call.node.name} pads merged dimensions")
         return placement
 
     @staticmethod
     def _padding(call: Call, dim: int) -> tuple[int, int]:
         """Return the padding before and after a dimension: ``pad`` lists pairs from the last dimension on."""
-        pad, dims_behind = call["pad"], len(call.shape("self")) - 1 - dim
+        pad, dims_behind = call["pad"] or call["padding"], len(call.shape("self")) - 1 - dim
         is_listed = 2 * dims_behind + 1 < len(pad)
         return (pad[2 * dims_behind], pad[2 * dims_behind + 1]) if is_listed else (0, 0)
 
@@ -461,6 +461,47 @@ class _Pad(Rule):
             pad[2 * dims_behind : 2 * dims_behind + 2] = window_padding
         value = [] if call["value"] is None else [call["value"]]
         return (call["self"], pad, *value), {}
+
+
+class _BorderPad(_Pad):
+    """``replication_pad`` and ``reflection_pad``: what is padded repeats elements near the border of the operand."""
+
+    def __init__(self, *, reflects: bool) -> None:
+        """``reflects``: whether the elements behind the border are repeated, else that at the border."""
+        self._reflects = reflects
+
+    def _read_range(self, call: Call, window: Window) -> tuple[Window, tuple[int, int]]:
+        """Return the range of the operand that a window of the result reads, up to the border where it is padded, and
+        the padding before and after that range."""
+        placement = call.result_placement
+        low, high = element_range(placement, window)
+        before, _ = self._padding(call, placement.dim)
+        size = call.shape("self")[placement.dim]
+        (begin, end), _ = _clipped(low - before, high - before, size)
+        missing_before, missing_after = max(0, before - low), max(0, high - before - size)
+        repeated = 1 if not self._reflects else 1 + max(missing_before, missing_after)
+        if missing_before:
+            begin, end = 0, max(end, min(repeated, size))
+        if missing_after:
+            begin, end = min(begin, max(0, size - repeated)), size
+        return (begin, end), (missing_before, missing_after)
+
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the window of the operand, with the elements that are repeated."""
+        part, _ = self._read_range(call, window)
+        return {call["self"].value: Part(call.result_placement.dim, part)}
+
+    def run(self, call: Call, window: Window, tensor_of: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Pad the piece's part, along the axis at the borders of the whole alone, and cut the window out of that."""
+        dim, part = call.result_placement.dim, tensor_of(call["self"].value)
+        (begin, _), (missing_before, missing_after) = self._read_range(call, window)
+        dims_behind, pad = len(call.shape("self")) - 1 - dim, list(call["padding"])
+        if 2 * dims_behind + 1 < len(pad):
+            pad[2 * dims_behind : 2 * dims_behind + 2] = missing_before, missing_after
+        result = op(part, pad) if any(pad) else part
+        low, high = element_range(call.result_placement, window)
+        before, _ = self._padding(call, dim)
+        return result.narrow(dim, low - before - (begin - missing_before), high - low)
 
 
 def _clipped(low: int, high: int, size: int) -> tuple[Window, tuple[int, int]]:
@@ -825,6 +866,8 @@ RULES: Mapping[str, Rule] = {
     "aten.native_layer_norm.default": _Independent("input", is_independent_along=_is_before_normalized_dims),
     "aten.native_group_norm.default": _TakesBatchSize("input", batch_size_argument="N", is_independent_along=_is_batch),
     "aten.constant_pad_nd.default": _Pad(),
+    **{f"aten.{name}_pad{rank}d.default": _BorderPad(reflects=name == "reflection")
+       for name in ("replication", "reflection") for rank in (1, 2, 3)},
     **dict.fromkeys(BATCH_NORMS, _ChannelNorm()),
     "aten.cat.default": _Cat(),
     "aten.slice.Tensor": _Slice(),
