@@ -88,7 +88,7 @@ class Segment:
         unsplit_runs = [0] * self.repeated_count + [1] * (len(self.ops) - self.repeated_count)
         by_op = zip(
             self.ops, self.derivative_seconds, unsplit_runs, tiled.runs_by_op("statistics"),
-            tiled.runs_by_op("backward"), tiled.derivatives_by_op(), tiled.overlap_by_op(pieces), strict=True,
+            tiled.runs_by_op("backward"), tiled.derivatives_by_op, tiled.overlap_by_op(pieces), strict=True,
         )  # fmt: skip
         added = 0.0
         for op, derivative_seconds, unsplit, statistics_runs, backward_runs, derivative_runs, overlap in by_op:

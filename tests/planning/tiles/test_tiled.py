@@ -287,7 +287,7 @@ def test_derivatives_of_what_is_behind_a_norm_are_computed_for_its_sums() -> Non
     program, _ = recorded(model, [torch.randn(2, 2, 4, 4)], [*model.parameters(), *model.buffers()])
     tiled = Tiled(program, Axis(0, 2), 1)
     counts = {node.name: [] for node in program.nodes}
-    for node, count in zip(program.nodes, tiled.derivatives_by_op(), strict=True):
+    for node, count in zip(program.nodes, tiled.derivatives_by_op, strict=True):
         counts[node.name].append(count)
     assert counts["convolution"] == [1.0, 1.5]
     assert counts["relu"] == [2.0]

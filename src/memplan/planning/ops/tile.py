@@ -185,7 +185,7 @@ def _work(key: str, phase: Phase, *, differentiated: bool = False) -> Work:
     runs_of_nodes = tiled.runs_by_op(phase)
     if phase == "backward" or differentiated:  # a derivative counts as two runs
         runs_of_nodes = [
-            runs + 2 * derivatives for runs, derivatives in zip(runs_of_nodes, tiled.derivatives_by_op(), strict=True)
+            runs + 2 * derivatives for runs, derivatives in zip(runs_of_nodes, tiled.derivatives_by_op, strict=True)
         ]
     overlaps = tiled.overlap_by_op(tiled.pieces)  # how often the pieces of a run compute an element, on average
     for node, runs, overlap in zip(tiled.program.nodes, runs_of_nodes, overlaps, strict=True):

@@ -347,30 +347,40 @@ class Tiled:
 
         The statistics and the backward pass go over the pieces several times, or not at all.
         """
-        outputs = [node.outputs[0] if node.outputs else None for node in self.program.nodes]
         if phase == "forward":
-            return [1.0] * len(outputs)
-        if phase == "statistics":
-            counts = Counter[int]()
-            for nodes in self.statistic_passes:
-                reads = [read for index in nodes for read in self._operands_of_statistic(index)]
-                counts.update({value for read in reads for value in self._dependencies_on_axis(read)})
-            return [0.0 if output is None else float(counts[output]) for output in outputs]
-        if self.yields_gradients:
-            return [0.0] * len(outputs)
-        passes = 1.0 + len(self.derivative_sum_passes)
-        return [0.0 if index in self.nodes_without_values else passes for index in range(len(outputs))]
+            return [1.0] * len(self.program.nodes)
+        return self._runs_in_statistics if phase == "statistics" else self._runs_in_backward
 
+    @cached_property
+    def _runs_in_statistics(self) -> list[float]:
+        """By op: how often the passes for statistics compute it."""
+        counts = Counter[int]()
+        for nodes in self.statistic_passes:
+            reads = [read for index in nodes for read in self._operands_of_statistic(index)]
+            counts.update({value for read in reads for value in self._dependencies_on_axis(read)})
+        return [float(counts[node.outputs[0]]) if node.outputs else 0.0 for node in self.program.nodes]
+
+    @cached_property
+    def _runs_in_backward(self) -> list[float]:
+        """By op: how often the backward pass computes it, without its derivative."""
+        if self.yields_gradients:
+            return [0.0] * len(self.program.nodes)
+        passes = 1.0 + len(self.derivative_sum_passes)
+        return [0.0 if at in self.nodes_without_values else passes for at in range(len(self.program.nodes))]
+
+    @cached_property
     def derivatives_by_op(self) -> list[float]:
-        """Return how often the backward pass computes the derivative of each op: 1.0 for the gradients of all operands.
+        """By op: how often the backward pass computes its derivative, 1.0 for the gradients of all operands.
 
         A pass for the sums of a norm goes back to that norm, and needs no gradients of weights: half of a derivative.
         """
         counts = list[float]()
         for index, node in enumerate(self.program.nodes):
-            dependencies = set(self._dependencies_on_axis(node.outputs[0])) if node.outputs else set()
-            norms_before = {n for n, norm in self.norms.items() if norm.output in dependencies and n != index}
-            sum_passes = sum(not norms_before.isdisjoint(norms) for norms in self.derivative_sum_passes)
+            sum_passes = 0
+            if self.derivative_sum_passes and node.outputs:
+                dependencies = set(self._dependencies_on_axis(node.outputs[0]))
+                norms_before = {n for n, norm in self.norms.items() if norm.output in dependencies and n != index}
+                sum_passes = sum(not norms_before.isdisjoint(norms) for norms in self.derivative_sum_passes)
             has_weight = any(value in self.program.static_inputs for value in node.reads)
             counts.append(1.0 + (0.5 if has_weight else 1.0) * sum_passes)
         return counts
