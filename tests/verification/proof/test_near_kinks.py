@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -128,3 +130,34 @@ def test_a_decision_that_rounding_flips_is_allowed_and_a_wrong_gradient_is_not()
     assert proof_of(flipped, far).same
     assert not proof_of(Sum(0, 1, 2, factor=1 + 1e-4), far).same
     assert not proof_of(Sum(0, 1, 2, factor=0.0), near).same
+
+
+def test_no_step_runs_twice_and_the_yardstick_runs_only_where_it_is_needed() -> None:
+    """Near a kink the candidate needs the yardstick, far from it it does not; a wrong gradient needs it in one step."""
+    far = torch.tensor([[1.0, 0.5, -1.0]]).repeat(200, 1)
+    near = torch.cat([far, torch.tensor([[1.0, 2**-25, -1.0]])])
+
+    def runs(candidate: Sum, rows: Tensor) -> Counter[str]:
+        """Return how often each trial runs the model in the proof of two steps."""
+        counts, model = Counter[str](), Sum(0, 2, 1)
+        work = Work((rows,), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+
+        def trial(name: str, module: Sum, **options: Any) -> Trial:
+            def counted(x: Tensor) -> Tensor:
+                counts[name] += 1
+                return module(x)
+
+            return Trial(name, counted, module, work, **options)
+
+        baselines = Baselines(
+            trial("reference", model),
+            trial("float64", model, float64=True),
+            trial("yardstick", model, kernels=NearKinks),
+        )
+        compare(baselines, trial("candidate", candidate), 2, NEAR_KINKS)
+        return counts
+
+    each = Counter(reference=2, float64=2, candidate=2)
+    assert runs(Sum(0, 1, 2), far) == each
+    assert runs(Sum(0, 1, 2), near) == each + Counter(yardstick=2)
+    assert runs(Sum(0, 1, 2, factor=0.0), near) == each + Counter(yardstick=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from memplan.verification.proof.rounding import (
     rounding_errors,
     truth_label,
 )
+
+_log = logging.getLogger("memplan")
 
 
 def verify(
@@ -118,22 +121,23 @@ def compare(
     does not run or draws other random numbers. The errors of the yardstick are allowed. Where it does not run or is not
     accurate enough (`rounding.is_yardstick`), the errors of the step without a plan are allowed; where errors are
     measured from that step, only the tolerance's few eps are. A candidate as accurate as the step without a plan needs
-    no yardstick, unless it is lossy. Trials have not run yet; ``predicted`` and ``budget`` are bytes, for the proof.
+    no yardstick, unless it is lossy: that of reordered sums runs only in steps in which the candidate is less accurate.
+    Trials have not run yet; ``predicted`` and ``budget`` are bytes, for the proof.
     """
     reference = baselines.reference
     if tolerance.grade == "exact":
         return _compare_once(reference, candidate, steps, criterion=None, predicted=predicted, budget=budget)
     failures, started = list[Exception](), False
 
-    def attempt(truth: Trial, *yardsticks: Trial) -> Proof | None:
-        """Compare by these trials; None if a trial raises."""
+    def attempt(truth: Trial, *yardsticks: Trial, spare: Trial | None = None) -> Proof | None:
+        """Compare by these trials; None if a trial raises. ``spare``: see `_compare_once`."""
         nonlocal started
         if started:
             for trial in dict.fromkeys((reference, candidate, truth, *yardsticks)):
                 trial.restart_from(reference)
         started, criterion = True, _Criterion(truth, yardsticks, tolerance)
         try:
-            return _compare_once(reference, candidate, steps, criterion, predicted, budget)
+            return _compare_once(reference, candidate, steps, criterion, predicted, budget, spare)
         except Exception as error:  # the model's code may not accept another dtype
             traceback.clear_frames(error.__traceback__)  # tensors freed in the next attempt would lower its peak
             failures.append(error)
@@ -141,20 +145,19 @@ def compare(
 
     try:
         for truth in filter(None, (baselines.truth, reference)):
-            exact, without_yardstick = truth is not reference, None
+            exact = truth is not reference
             if exact and tolerance.grade == "reordered":
-                without_yardstick = attempt(truth)
-                if without_yardstick is None or not is_truth(without_yardstick.rounded):
-                    continue
-                if without_yardstick.same or without_yardstick.random_streams:
-                    return without_yardstick
+                proof = attempt(truth, spare=baselines.yardstick)
+                if proof is not None and is_truth(proof.rounded):
+                    return proof
+                continue
             proof = None if baselines.yardstick is None else attempt(truth, baselines.yardstick)
             if proof is not None:
-                if exact and without_yardstick is None and not is_truth(proof.rounded):
+                if exact and not is_truth(proof.rounded):
                     continue
                 if is_yardstick(proof.rounded, tolerance, exact=exact):
                     return proof
-            without_yardstick = without_yardstick or attempt(truth)
+            without_yardstick = attempt(truth)
             if without_yardstick is not None and (not exact or is_truth(without_yardstick.rounded)):
                 return without_yardstick
         raise failures[-1]
@@ -164,13 +167,14 @@ def compare(
 
 def _compare_once(
     reference: Trial, candidate: Trial, steps: int, criterion: _Criterion | None, predicted: int | None,
-    budget: int | None,
+    budget: int | None, spare: Trial | None = None,
 ) -> Proof:  # fmt: skip
     """Run all trials and compare candidate and reference, bit for bit (``criterion`` is None) or by a criterion.
 
     With a criterion each step begins with the reference's parameters. Early updates are compared bit for bit with those
     of the reference by the candidate's gradients. Other updates are compared only without a criterion: they follow from
-    the gradients. ``predicted``, ``budget``: bytes, for the proof.
+    the gradients. ``predicted``, ``budget``: bytes, for the proof. ``spare``: a yardstick that runs only in the steps in
+    which the criterion does not allow an error.
     """
     comparison = _Comparison(criterion)
     comparison.start(reference, candidate)
@@ -186,7 +190,11 @@ def _compare_once(
                 trial.gradients_of_step(meter)
                 comparison.random_states[trial.name] = RandomState.now()
             resident, reference_resident = candidate.resident, reference.resident
+            so_far = comparison.copy()
             comparison.compare_backward(step, reference, candidate)
+            if spare is not None and comparison.has_only_errors:
+                before.restore()
+                comparison = _with_yardstick(spare, so_far, step, reference, candidate) or comparison
             if candidate.in_backward:
                 reference.set_gradients_from(candidate)
             for trial in (reference, candidate):
@@ -195,6 +203,8 @@ def _compare_once(
             comparison.random_states[reference.name].restore()
             for trial in trials:
                 trial.release()
+            if spare is not None:
+                spare.copy_state_from(reference)
     return Proof(
         steps=steps, micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
@@ -208,6 +218,28 @@ def _compare_once(
         grade="exact" if criterion is None else criterion.tolerance.grade,
         rounded=tuple(comparison.rounded), truth="" if criterion is None else criterion.truth.name,
     )  # fmt: skip
+
+
+def _with_yardstick(
+    yardstick: Trial, comparison: _Comparison, step: int, reference: Trial, candidate: Trial
+) -> _Comparison | None:
+    """Return the comparison with that of a step, in which the errors of a yardstick are allowed, too, after the other
+    trials ran. None if the yardstick raises, or is not accurate enough."""
+    criterion, known = comparison.criterion, len(comparison.rounded)
+    assert criterion is not None, "only errors need a yardstick"
+    try:
+        yardstick.prepare()
+        yardstick.gradients_of_step()
+    except Exception:  # as in `compare`: its kernels may not accept the model
+        _log.info("the yardstick of the proof does not run", exc_info=True)
+        return None
+    else:
+        comparison.criterion = replace(criterion, yardsticks=(*criterion.yardsticks, yardstick))
+        comparison.compare_backward(step, reference, candidate)
+        comparison.criterion = criterion
+        return comparison if is_yardstick(comparison.rounded[known:], criterion.tolerance) else None
+    finally:
+        yardstick.release()
 
 
 @contextmanager
@@ -297,6 +329,18 @@ class _Comparison:
             for trial in (candidate, *self.criterion.trials):
                 trial.copy_state_from(reference)
         self._stopped = bool(self.random_streams or any(self.differences.values()))
+
+    def copy(self) -> _Comparison:
+        """Return a copy to which further differences can be added."""
+        return replace(
+            self, tensors=dict(self.tensors), differences=dict(self.differences), rounded=[*self.rounded],
+            random_streams=[*self.random_streams],
+        )  # fmt: skip
+
+    @property
+    def has_only_errors(self) -> bool:
+        """Whether tensors differ in the last compared step, but no random streams."""
+        return not (self._stopped or self.random_streams) and any(self.differences.values())
 
     def compared(self, kind: str) -> Compared:
         """Return the comparison of a kind."""
