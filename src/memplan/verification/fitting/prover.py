@@ -207,7 +207,9 @@ class Prover:
                 return proof
             return self._compare_on_card(call, baselines, candidate, planned=None, memory=memory)
         _log.info("running the planned step beside the unplanned one")
-        self._warm_up(call, in_backward=self._settings.gradients.updates_early)
+        if self._settings.engine != "graph" or self._settings.gradients.accumulates or self._home.card is not None:
+            # else the first call has its plan, and needs no more memory than later ones
+            self._warm_up(call, in_backward=self._settings.gradients.updates_early)
         candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates_early)
         candidate.other_resident = self._constant_bytes(planned)
         is_lossy = _grade(planned.plan) == "lossy"
