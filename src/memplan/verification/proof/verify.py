@@ -173,7 +173,7 @@ def _compare_once(
 
     With a criterion each step begins with the reference's parameters. Early updates are compared bit for bit with those
     of the reference by the candidate's gradients. Other updates are compared only without a criterion: they follow from
-    the gradients. ``predicted``, ``budget``: bytes, for the proof. ``spare``: a yardstick that runs only in the steps in
+    the gradients. ``predicted``, ``budget``: bytes, for the proof. ``spare``: a yardstick that runs only in steps in
     which the criterion does not allow an error.
     """
     comparison = _Comparison(criterion)
