@@ -417,7 +417,7 @@ def _frontier(
     from memplan.verification.peers.trials import measure_peers
 
     other_options = {name: option for name, option in options.items() if name != "early"}
-    runs_here = isinstance(model, nn.Module)  # a module on the CPU cannot offload values
+    runs_here = isinstance(model, nn.Module)  # on the CPU, which has no card to offload values from
     plan_options = PlanOptions(
         device=arguments.device, gradients=GradientUse(updates_early=options.get("early", False)),
         host_memory=not runs_here, **other_options,

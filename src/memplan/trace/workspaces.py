@@ -52,12 +52,12 @@ def with_workspaces(trace: Trace, queries: Mapping[int, WorkspaceQuery], library
             storages[storage] = dataclasses.replace(storages[storage], bytes=size, low=None)
         if not plans:
             continue
-        if query.plan == "any":
+        if query.plan == "any":  # the fastest, which is not known here: an interval
             sizes = [plan.workspace for plan in plans]
             low = None if min(sizes) == max(sizes) else min(sizes)
             storages[storage] = dataclasses.replace(storages[storage], bytes=max(sizes), low=low)
             continue
-        if query.plan == "largest":
+        if query.plan == "largest":  # all are tried, in a workspace for the largest
             plans = tuple(sorted(plans, key=lambda plan: -plan.workspace))
         tried = stairs(plans)  # the plans that torch tries one after the other, each with less workspace
         engines.append(Engines(storage, tried))

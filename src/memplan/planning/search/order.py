@@ -202,8 +202,9 @@ class _Profile:
         """Return by how many bytes the level at position ``at`` falls if the ops of a block, which now run before it,
         run after it: their results are not allocated yet there, but what they read last is not freed yet."""
         makes, uses = self._of(block)
-        # of what they make, only values that are still live at the position
+        # results that are live at the position: those used there or later
         not_yet_made = [value for value in makes if value in self.never_freed or self.last[value] >= at]
+        # operands that are freed before the position now: their last use moves behind it with the block
         not_yet_freed = [value for value in uses - makes if value not in self.never_freed and self.last[value] < at]
         return sum(self.size[value] for value in not_yet_made) - sum(self.size[value] for value in not_yet_freed)
 

@@ -74,10 +74,10 @@ class Meter:
 
     @contextmanager
     def counting(self, owner: str) -> Iterator[None]:
-        """Count for ``owner`` what is allocated and freed in this block, which may be one of several.
+        """Count for ``owner`` what is allocated and freed in this block. An owner can have several blocks.
 
-        The profiler records it as a range between its allocation events, named by a number; `measured` finds the ranges
-        of an owner by these numbers.
+        The profiler records the block as a range of time, named by a number, next to the allocations; `measured` adds up
+        those in the ranges of an owner.
         """
         self._step_names.append(owner)
         with _torch.marker(str(len(self._step_names) - 1)):
