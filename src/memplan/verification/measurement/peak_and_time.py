@@ -76,8 +76,8 @@ class Meter:
     def counting(self, owner: str) -> Iterator[None]:
         """Count for ``owner`` what is allocated and freed in this block. An owner can have several blocks.
 
-        The profiler records the block as a range of time, named by a number, next to the allocations; `measured` adds up
-        those in the ranges of an owner.
+        The profiler records the block as a range of time, named by a number, next to the allocations; `measured` adds
+        up those in the ranges of an owner.
         """
         self._step_names.append(owner)
         with _torch.marker(str(len(self._step_names) - 1)):
