@@ -341,7 +341,7 @@ def _tensors(subject: Subject) -> list[Any]:
         leaves.append(leaf)
         return leaf
 
-    _map_tensors(subject.options, collect, targets=False)
+    _map_tensors(subject.options, collect, targets=False)  # only for what `collect` sees
     return leaves
 
 

@@ -47,17 +47,17 @@ def values_of(values: Any, name: str) -> tuple[Any, ...]:
 def parts_of(text: str, name: str) -> Iterator[str]:
     """Split text at the commas that are not in brackets; messages call it ``name``. Raises InputError: an empty part,
     or an open bracket."""
-    depth, begin = 0, 0  # of brackets, and of the present part
-    for position, character in enumerate(f"{text},"):
+    depth, begin = 0, 0  # number of open brackets; index at which the present part begins
+    for index, character in enumerate(f"{text},"):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth <= 0:
-            part = text[begin:position].strip()
+            part = text[begin:index].strip()
             if not part:
                 raise InputError(
                     f"{name} {text!r} has an empty value", expected="values joined by commas, as in 1,2,4", do="Fill it"
                 )
             yield part
-            begin = position + 1
+            begin = index + 1
     if depth > 0:
         raise InputError(f"{name} {text!r} has an open bracket", expected="each bracket closed", do="Close it")
 

@@ -54,8 +54,8 @@ class Window:
 
 
 def sliding_build(make: Callable[[], Any], options: StepOptions, window: Window, *, on_card: bool) -> Build:
-    """Return a ``build`` whose step runs inference of a whole volume, patch by patch. Raises InputError if the step's
-    only input is not a patch with as many dimensions as the volume."""
+    """Return a ``build`` whose step runs inference of a whole volume, patch by patch, with the model that ``make()``
+    returns. Raises InputError if the step's only input is not a patch with as many dimensions as the volume."""
     patch = options.inputs[0] if len(options.inputs) == 1 and not options.kwargs else None
     if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume):
         keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""
@@ -83,6 +83,8 @@ class Sliding(nn.Module):
     """
 
     def __init__(self, model: nn.Module, patch: Sequence[int], window: Window, batch_limit: int | None = None) -> None:
+        """``patch``: spatial sizes of what ``model`` takes. ``batch_limit``: how many batches of patches to run at most
+        (see `forward`); None: all."""
         super().__init__()
         self.model, self._patch, self._window, self._batch_limit = model, tuple(patch), window, batch_limit
 

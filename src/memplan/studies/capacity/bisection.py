@@ -59,6 +59,7 @@ class SearchResult:
         return min((position for position in too_large if position > self.floor), default=None)
 
     def _failed_multiples(self) -> list[int]:
+        """Return the positions that failed although they are multiples of ``step``."""
         return [position for position in self.failed if position % self.step == 0]
 
 
@@ -72,16 +73,17 @@ def last_fitting(
 ) -> SearchResult:
     """Record positions until both the last position that fits and the next position are recorded.
 
-    If the need is not monotonic, the answer is the last recorded position that fits; others may fit, even above it.
+    Positions are whole numbers from 1 on: values of an axis, or values divided by a number. If the need is not
+    monotonic, the answer is the last recorded position that fits; others may fit, even above it.
 
     The first position whose recording fails starts a search for the step whose multiples can be recorded (`step_of`);
     from then on only these are recorded. A multiple that fails counts as too large, or, below all successful
     recordings, as too small.
 
     Args:
-        probe: records the step at a position, from 1 on.
-        measure: the number that bytes grow with, at a position.
-        limit: bytes.
+        probe: records the step at a position; returns None if that fails.
+        measure: returns the number that bytes grow with, at a position.
+        limit: bytes that fit.
         start: the first position to record; if it fails, the powers of two around it follow.
         most: the last position to consider, and the answer if it fits.
         fits: whether an extrapolated step fits; with it, guesses come from steps whose storages are extrapolated (see
@@ -102,7 +104,8 @@ def last_fitting(
 
 
 def step_of(works: Callable[[int], bool], position: int, most: int = MOST) -> int:
-    """Return the step whose multiples work, assuming that there is such a step and that ``position`` works.
+    """Return the step whose multiples work, assuming that there is such a step and that ``position`` works: that the
+    step can be recorded at it, as ``works(position)`` says.
 
     The step divides ``position``. For each prime factor of ``position``, a bisection over its power finds the smallest
     divisor by which ``position`` can be moved down, or else up, and still work.
@@ -176,6 +179,7 @@ class _Search:
 
     @property
     def result(self) -> SearchResult:
+        """The result so far."""
         samples = tuple(sample for sample in self.recordings.values() if sample is not None)
         failed = tuple(position for position, sample in self.recordings.items() if sample is None)
         return SearchResult(samples, failed, self.step or 1)

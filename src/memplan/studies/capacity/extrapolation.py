@@ -45,6 +45,8 @@ def extrapolate_storages(
 
     Args:
         samples: the recordings, in order; the three nearest to the last are used.
+        measure: returns the number that bytes grow with, at a position.
+        fits: whether a step with extrapolated bytes fits.
         low: a position that fits, or 0.
         high: a position that does not fit.
     """
@@ -58,8 +60,12 @@ def extrapolate_storages(
     lower = _storage_sizes(nearest, [[s.bytes if s.low is None else s.low for s in row] for row in rows], measure)
 
     def predicted_fits(position: int) -> bool:
+        """Return whether the last step fits with the bytes that its storages have at a position."""
         sizes = zip(trace.storages, upper(position), lower(position), strict=True)
-        storages = [dataclasses.replace(s, bytes=b, low=None if s.low is None else min(low, b)) for s, b, low in sizes]
+        storages = [
+            dataclasses.replace(s, bytes=most, low=None if s.low is None else min(least, most))
+            for s, most, least in sizes
+        ]
         return fits(dataclasses.replace(trace, storages=tuple(storages)))
 
     if high is not None and (predicted_fits(high) or (low and not predicted_fits(low))):
@@ -157,7 +163,8 @@ def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Calla
 
 
 def _bisect(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:
-    """Bisect for the last position that fits, given that ``low`` does and ``high`` does not; None if all fit."""
+    """Bisect for the last position that fits, where ``low`` fits and ``high`` does not; None if all fit. Without
+    ``high``, positions four times as high each are tried first."""
     candidate = 2 * low or 2
     while high is None:
         if not fits(candidate):

@@ -271,6 +271,7 @@ def find_largest(
     allocator = parse_settings(settings or "")
 
     def record(value: int) -> tuple[Tried, Trace | None]:
+        """Record the step at a value of the axis. Raises the error of a step that cannot be recorded."""
         progress(f"{name} {value}")
         outcome = record_point(axis.at(subject, value), room.target, settings, keep=True)
         if outcome.bytes is None:
@@ -280,7 +281,7 @@ def find_largest(
         return Tried(value, room.fits(outcome.bytes), room.need(outcome.bytes), outcome.bytes), outcome.trace
 
     recorder = _Recorder(record, axis, divisible)
-    begin = max(1, start // divisible)
+    begin = max(1, start // divisible)  # the search counts in multiples of `divisible`
 
     def guess_fits(trace: Trace) -> bool:
         """Return whether a step that was extrapolated from recordings fits. It only guides the choice of the next value
@@ -306,6 +307,7 @@ def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Ca
     room = unplanned.room
 
     def record(value: int) -> tuple[Tried, None]:
+        """Plan the step at a value of the axis."""
         progress(f"{unplanned.axis} {value}, planned")
         plan = plan_step(axis.at(subject, value), room.target, room.limit)
         return Tried(value, plan.fits, plan.least, bytes=None, plan=plan), None
@@ -317,7 +319,7 @@ def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Ca
 
 
 def _last_position(most: int | None, divisible: int) -> int:
-    """Return the last position to consider; a position is a value divided by ``divisible``."""
+    """Return the last position to consider; a position is a value of the axis divided by ``divisible``."""
     return MOST if most is None else most // divisible
 
 
@@ -337,7 +339,7 @@ class _Recorder:
     """The first error."""
 
     def measure(self, position: int) -> float:
-        """Return the number that bytes grow with, at a position."""
+        """Return the number that bytes grow with, at a position: a value of the axis divided by ``divisible``."""
         measure = self.axis.measure(position * self.divisible)
         assert measure is not None, "the axis is one of numbers"
         return measure
@@ -366,7 +368,7 @@ class _Recorder:
             self.tried[value] = Tried(value, fits=False, need=0, reason=error.found)
             cause = error.__cause__
             if isinstance(self.axis, Length) and isinstance(cause, NoSuchRow) and self.divisible <= cause.rows < value:
-                raise cause from error
+                raise cause from error  # the search is repeated, up to the number of position embeddings
             return None
         return Sample(position, self.measure(position), self.tried[value].need, self.tried[value].fits, trace)
 

@@ -140,6 +140,8 @@ class _Recorder:
     """Records values for cards, each once, and keeps the verdicts."""
 
     def __init__(self, record: Callable[[int, Target], Trace], target_of: TargetOf, settings: str | None) -> None:
+        """``record(value, target)`` records the step at a value of the axis; ``target_of`` returns the target of a
+        card."""
         self._record = record
         self._target_of = target_of
         self._settings = settings
@@ -163,7 +165,8 @@ class _Recorder:
             except MemplanError as error:
                 self.failed = value, error
                 raise
-            peak, verdicts = verdicts_on(trace, [card, *map(find, trace.alike)], self._settings)
+            cards = [card, *map(find, trace.alike)]  # with the same kernels
+            peak, verdicts = verdicts_on(trace, cards, self._settings)
             for verdict in verdicts:
                 self._known.setdefault(verdict.device, {})[value] = peak, verdict
         return known[value]
@@ -178,9 +181,10 @@ class _Recorder:
 
 
 def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: list[Sample]) -> CardRow:
-    """Search for the largest value that fits a card."""
+    """Search for the largest of ``values`` that fits a card. ``others``: recordings for the card before it."""
 
     def fits(index: int) -> bool:
+        """Return whether a value can be recorded and fits. Raises the error of a step that fails at the smallest."""
         try:
             return recorder.on(card, values[index])[1].answer == "fits"
         except MemplanError:
@@ -196,12 +200,12 @@ def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: li
             high = min(high, values.index(sample.position))
     guesses = 0
     while high - low > 1:
-        own = recorder.samples(card)
+        of_card = recorder.samples(card)
         index = None
         if guesses < _GUESSES:
-            index = _guess(own if len(own) > 1 else others, values, card.capacity)
+            index = _guess(of_card if len(of_card) > 1 else others, values, card.capacity)
         if index is None:  # without a guess: the smallest value first if nothing is known, else the middle
-            begins = not own and not any(sample.fits for sample in others)
+            begins = not of_card and not any(sample.fits for sample in others)
             index = 0 if begins else (low + high) // 2
         guesses += 1
         index = min(max(index, low + 1), high - 1)

@@ -161,10 +161,11 @@ def _side_request(
 
 
 def _title(what: Any) -> str:
+    """Return the name of a side in reports: of a file, a saved result's title, or the name of a class or function."""
     if isinstance(what, (str, os.PathLike)):
         return os.path.basename(what) or str(what)
-    given = getattr(what, "title", None) if isinstance(what, nn.Module) or is_saved(what) else None
-    return given or title_of(what, otherwise=type(what).__name__)
+    title = getattr(what, "title", None) if isinstance(what, nn.Module) or is_saved(what) else None
+    return title or title_of(what, otherwise=type(what).__name__)
 
 
 def _record_side(request: SideRequest) -> Side:
@@ -190,6 +191,7 @@ def _trains(request: SideRequest) -> bool | None:
 
 
 def _check_callable(request: SideRequest) -> None:
+    """Raise TargetError for a side that is neither a saved result nor callable."""
     if not callable(request.what):
         raise TargetError(
             f"{type(request.what).__name__} {request.what!r:.60}",

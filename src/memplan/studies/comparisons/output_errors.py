@@ -58,6 +58,7 @@ def seconds_of(step: Step) -> float:
 
 
 def _run_seconds(step: Step) -> float:
+    """Run a step, and return the seconds that it took."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

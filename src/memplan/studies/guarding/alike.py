@@ -10,8 +10,8 @@ from memplan._text import whole_number
 def pattern(layer: str) -> str:
     """Return the layer's name with its first number replaced by ``#``; repeated layers have the same pattern."""
     parts = layer.split(".")
-    position = next((index for index, part in enumerate(parts) if whole_number(part) is not None), None)
-    return layer if position is None else ".".join([*parts[:position], "#", *parts[position + 1 :]])
+    first = next((index for index, part in enumerate(parts) if whole_number(part) is not None), None)
+    return layer if first is None else ".".join([*parts[:first], "#", *parts[first + 1 :]])
 
 
 def name_of(layers: Sequence[str]) -> str:

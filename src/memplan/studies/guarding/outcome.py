@@ -227,6 +227,7 @@ _CALLS = {True: "the layer ran nothing before", False: "the layer no longer runs
 
 
 def _ops_text(ops: list[str]) -> str:
+    """Return the first four ops by their names in reports, and the number of the others."""
     words = [_NAMES.get(op, op) for op in ops]
     return (", ".join(words[:4]) + (f" and {len(words) - 4} more" if words[4:] else "")) or "nothing"
 

@@ -103,9 +103,9 @@ class Layouts(Saved, Displayed):
 
     def _plain(self) -> dict[str, Any]:
         """Return the result as plain data for JSON. Each row has the fields of its layout next to its own."""
-        own = "title", "device", "world", "per_node", "capacity", "blocks", "links", "notes"
+        fields = "title", "device", "world", "per_node", "capacity", "blocks", "links", "notes"
         rows = [named(row.layout, "title", *_OF_LAYOUT) | named(row, *_OF_ROW, "rate") for row in self.rows]
-        return named(self, *own) | {"rows": rows}
+        return named(self, *fields) | {"rows": rows}
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
@@ -117,8 +117,8 @@ class Layouts(Saved, Displayed):
         for number, row in enumerate(stored):
             if not isinstance(row, dict):
                 raise Unreadable("is no mapping").within(f"it.rows[{number}]")
-            own = {name: row[name] for name in _OF_ROW if name in row}
-            rows.append({"layout": {name: row[name] for name in _OF_LAYOUT if name in row}, **own})
+            of_row = {name: row[name] for name in _OF_ROW if name in row}
+            rows.append({"layout": {name: row[name] for name in _OF_LAYOUT if name in row}, **of_row})
         return {**plain, "rows": rows}
 
 
@@ -285,6 +285,7 @@ class _Study:
         self._subject, self._target, self._card = subject, target, card
         self._settings = settings
         self._make = Maker(subject.what, subject.arguments, subject.changes)
+        """Makes the module, with the subject's changes."""
         model = _construct(self._make, target)
         if not isinstance(model, nn.Module):
             raise TargetError(
@@ -295,6 +296,7 @@ class _Study:
         self.blocks: Blocks | None = blocks_of(model)
         """The repeated blocks; None if the module has none."""
         self._weights = _sizes(model, subject.options)
+        """Number and bytes of the weights, and of those that are trained."""
         self._tensor_plan = tensor_plan
         self._refused = functools.cache(
             lambda ranks, loss: None if tensor_plan else _why_not(model, self.blocks, ranks, loss_parallel=loss)
@@ -302,9 +304,11 @@ class _Study:
         """By number of ranks that share layers, and whether they share the loss: why not, or None."""
         self._per_node = per_node
         self.links = within_machine(card)[0], round(link or between_machines(card)[0])
+        """Bytes a second between two cards of a machine, and of a card to another machine."""
         self.errors: list[MemplanError] = []
         """Of the layouts that could not be recorded."""
         self.notes: tuple[str, ...] = ()
+        """Notes of the last recording."""
         self._few = self.blocks is not None and self.blocks.alike and self.blocks.number > _FEW[1] + 1
         """Whether to record the module with few of its blocks, as they are alike."""
 
@@ -321,7 +325,7 @@ class _Study:
         for number in _FEW if few else (None,):
             recording = self._record(layout, number)
             if isinstance(recording, MemplanError):
-                if few:  # a module may need all of its blocks: a list of skips, a loop over a given number
+                if few:  # a module may need all of its blocks: a list of skips, a loop over a fixed number of blocks
                     self._few = False
                     return self.row(layout)
                 self.errors.append(recording)

@@ -65,7 +65,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None
 
 def check_plan(model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool = False) -> None:
     """Raise InputError where `tensor_parallel` would."""
-    _Planned(model, blocks, ranks, loss_parallel=loss_parallel)
+    _Planned(model, blocks, ranks, loss_parallel=loss_parallel)  # its constructor raises
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def losses_of_shards() -> Iterator[None]:
     context.__enter__()
     try:
         yield
-    finally:  # not told of an error: torch 2.13 would leave its ops of losses in DTensor's dispatcher
+    finally:  # an error is not passed on: torch 2.13 would leave its ops of losses in DTensor's dispatcher
         context.__exit__(None, None, None)
 
 
@@ -89,6 +89,8 @@ class _Planned:
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool) -> None:
+        """Plan all layers of a transformer for ``ranks`` ranks. ``loss_parallel``: whether logits stay sharded. Raises
+        InputError if the module is no such transformer, or its heads do not divide."""
         if blocks is None or len(blocks.paths) != 1:
             raise _refused("the model has no single list of equal blocks")
         self.styles: dict[str, Any] = {}
@@ -122,28 +124,29 @@ class _Planned:
         linear = {name: layer for name, layer in self._layers(block) if isinstance(layer, nn.Linear)}
         # an attention is the parent of a layer that makes queries; the first linear layer after its three is its output
         attentions = [name.rpartition(".")[0] for name in linear if name.rpartition(".")[2] in _PROJECTIONS[0]]
-        rest = list(linear)
+        remaining = list(linear)  # names of linear layers that are not planned yet, in order
         sums: list[str] = []  # outputs of attentions
         for attention in attentions:
             inward = [name for names in _PROJECTIONS for name in linear if _is_child(name, attention, names)]
-            after = rest[max(map(rest.index, inward)) + 1 :] if len(inward) == 3 else []
+            after = remaining[max(map(remaining.index, inward)) + 1 :] if len(inward) == 3 else []
             if not after or linear[after[0]].in_features % self._ranks:
                 raise _refused(f"{attention} has no linear layers of queries, keys, values and their output")
             self._check_heads(attention, [linear[name].out_features for name in inward])
-            rest = [name for name in rest if name not in (*inward, after[0])]
+            remaining = [name for name in remaining if name not in (*inward, after[0])]
             self._spread(block, attention, inward)
             sums.append(after[0])
         if not attentions:
             raise _refused(f"{block} has no linear layers of queries, keys and values")
         # the other linear layers: the last that returns to the block's width is down, those before it gate and up
         width = linear[sums[0]].out_features
-        downs = [name for name in rest if linear[name].out_features == width][-1:]
-        ups = [name for name in rest if name not in downs]
-        if rest:
+        downs = [name for name in remaining if linear[name].out_features == width][-1:]
+        ups = [name for name in remaining if name not in downs]
+        if remaining:
             hidden = linear[downs[0]].in_features if downs else 0
             sizes = {(linear[up].in_features, linear[up].out_features) for up in ups}
             if sizes != {(width, hidden)} or (len(ups) > 1 and hidden == width):
-                raise _refused(f"the linear layers {', '.join(rest)} are no gate, up and down of a feed-forward layer")
+                names = ", ".join(remaining)
+                raise _refused(f"the linear layers {names} are no gate, up and down of a feed-forward layer")
         for parent in dict.fromkeys(up.rpartition(".")[0] for up in ups):
             self._spread(block, parent, [up for up in ups if up.rpartition(".")[0] == parent])
         self.styles |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in (*sums, *downs)}
@@ -180,11 +183,11 @@ class _Planned:
         module = self._model.get_submodule(attention)
         config = getattr(module, "config", None)
         for name in _HEADS:
-            own = getattr(module, name, None)
-            number = getattr(config, name, None) if own is None else own
+            attribute = getattr(module, name, None)
+            number = getattr(config, name, None) if attribute is None else attribute
             if isinstance(number, int) and number % self._ranks:
                 raise _refused(f"{number} heads ({name} of {attention}) do not divide by {self._ranks}")
-            if isinstance(own, int):
+            if isinstance(attribute, int):
                 self.head_counts.append((attention, name))
         size = getattr(module, "head_dim", 1)
         for number in features:
@@ -223,11 +226,11 @@ class _Planned:
         """Yield the names and modules within module ``within`` that have no modules of their own. Raises InputError if
         another module has parameters in addition to those of its layers."""
         for name, module in self._model.get_submodule(within).named_modules(prefix=within):
-            own = [each for each, _ in module.named_parameters(recurse=False)]
+            parameters = [parameter for parameter, _ in module.named_parameters(recurse=False)]
             if not list(module.children()):
                 yield name, module
-            elif own:
-                raise _refused(f"{name or 'the model'} has a parameter outside of its layers: {own[0]}")
+            elif parameters:
+                raise _refused(f"{name or 'the model'} has a parameter outside of its layers: {parameters[0]}")
 
 
 def _is_child(name: str, parent: str, names: frozenset[str]) -> bool:
@@ -282,14 +285,14 @@ def _enter(mesh: DeviceMesh, block: nn.Module, args: Any, kwargs: dict[str, Any]
     """Pre-hook of the first block: pass on this rank's shard of the sequence."""
     from torch.distributed.tensor import Replicate, Shard
 
-    def own(x: Any) -> Any:
+    def shard_of_rank(x: Any) -> Any:
         if x.dim() != 3 or x.shape[1] % mesh.size():
             raise _refused(
                 f"{type(block).__name__} takes {tuple(x.shape)}, no sequence that {mesh.size()} ranks divide"
             )
         return _distributed(x, mesh, Replicate()).redistribute(placements=(Shard(1),)).to_local()
 
-    return _first_changed(args, kwargs, own)
+    return _first_changed(args, kwargs, shard_of_rank)
 
 
 def _leave(mesh: DeviceMesh, _: nn.Module, __: Any, output: Any) -> Any:

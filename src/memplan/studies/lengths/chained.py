@@ -34,6 +34,7 @@ class _SecondStep:
 
     @property
     def start(self) -> int:
+        """Tick at which the step begins."""
         return self.trace.steps[1]
 
 
@@ -68,16 +69,19 @@ class _Chain:
         self._steps = [first.trace.steps[0]]
         """Tick at which each step ends."""
         self._calls = [call for call in first.trace.calls if call.tick <= self._end]
+        """Calls of the allocator so far."""
         self._inputs: list[int] = []
         """Numbers of the storages of the last batch."""
         self._outliving: dict[_Key, int] = {}
         """Numbers of the storages that outlive the last step, by key."""
         self.storages: list[Storage] = []
-        """Those of all steps so far, renumbered, as their engines and sizes below."""
+        """Storages of all steps so far, with new numbers."""
         self.engines: list[Engines] = []
+        """Engines of workspaces, by these numbers."""
         self.expected: list[ExpectedSize] = []
+        """Expected sizes of workspaces, likewise."""
         self.measured: list[int] = []
-        """Storages whose size was measured."""
+        """Numbers of the storages whose size was measured."""
         self._engines_of: dict[int, dict[int, Engines]] = {}
         """By id() of a trace: its engines by storage."""
         self._sizes_of: dict[int, dict[int, ExpectedSize]] = {}
@@ -100,8 +104,8 @@ class _Chain:
         """
         self._steps.append(self._end)
         inputs = [
-            self._add(step.trace, storage, shift=self._end + position - storage.born, died=None)
-            for position, storage in enumerate(step.inputs, 1)
+            self._add(step.trace, storage, shift=self._end + ticks - storage.born, died=None)
+            for ticks, storage in enumerate(step.inputs, 1)  # a tick each
         ]
         self._end += len(inputs)
         for number in self._inputs:
@@ -124,6 +128,7 @@ class _Chain:
         self._calls += [replace(call, tick=call.tick + shift) for call in step.trace.calls if call.tick > step.start]
 
     def trace(self) -> Trace:
+        """The trace of all steps so far, without ops."""
         recording = self._recording
         return Trace(
             origin=recording.origin, device=recording.device, torch=recording.torch, ops=(),

@@ -59,6 +59,7 @@ def _from_shares(text: str) -> dict[int, float]:
 
 
 def _from_file(path: str) -> dict[int, float]:
+    """Return the share of each length in a file with a length a line. Raises InputError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -69,11 +70,12 @@ def _from_file(path: str) -> dict[int, float]:
     return {length: count / counts.total() for length, count in sorted(counts.items())}
 
 
-def _length(text: str, place: str) -> int:
-    """Return a length. Raises InputError if it is no whole number above 0. ``place``: where it is written."""
+def _length(text: str, source: str) -> int:
+    """Return a length. Raises InputError if it is no whole number above 0. ``source``: where the text is from, for the
+    error."""
     number = whole_number(text.strip())
     if number is None or number < 1:
         raise InputError(
-            f"--lengths {place}: the length {text.strip()!r}", expected="a whole number above 0", do="Correct it"
+            f"--lengths {source}: the length {text.strip()!r}", expected="a whole number above 0", do="Correct it"
         )
     return number

@@ -58,9 +58,9 @@ def interpolated(recorded: Mapping[int, Trace], length: int) -> Trace | None:
             others = [
                 None if other is None else known.get(other.id) for other, known in zip(row, expected, strict=True)
             ]
-            low = interpolate([None if other is None else other.low for other in others])
-            high = interpolate([None if other is None else other.high for other in others])
-            expected_sizes.append(replace(expectation, low=low or 0, high=high or 0))
+            lower = interpolate([None if other is None else other.low for other in others])
+            upper = interpolate([None if other is None else other.high for other in others])
+            expected_sizes.append(replace(expectation, low=lower or 0, high=upper or 0))
     return replace(base, storages=tuple(storages), expected=tuple(expected_sizes), engines=())
 
 

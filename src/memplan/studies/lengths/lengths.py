@@ -177,15 +177,18 @@ class _Recordings:
     """The traces of all lengths, recorded or interpolated."""
 
     def __init__(self, subject: Subject, axis: Axis, target: Target) -> None:
+        """``axis``: that of the lengths, a sequence's or an image's size."""
         self._subject, self._axis, self._target = subject, axis, target
         self.traces: dict[int, Trace] = {}
-        """By length."""
+        """By length: the step with a batch of that length."""
         self.recorded = set[int]()
         """Lengths that were recorded; the traces of the others are interpolated."""
         self.checked: int | None = None
+        """A length that was recorded to check the interpolation; None: none yet."""
         self.off = 0.0
+        """Relative error of the interpolated peak at ``checked``."""
         self.larger = 0
-        """`checked`, `off` and `larger` are as in `Lengths`."""
+        """Number of lengths that could not be interpolated: they have the trace of the next longer recorded length."""
 
     def record(self, lengths: Sequence[int]) -> None:
         """Record the step at each of these lengths, unless it is recorded already."""

@@ -45,6 +45,8 @@ def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: 
     that were recorded between, all of it counts as equal (see the module's docstring); else its halves are compared.
 
     Args:
+        world: number of ranks.
+        per_node: ranks of a machine.
         groups: process groups of rank 0.
         key_of: records a rank, and returns a key that is equal for ranks that allocate the same.
 
@@ -56,10 +58,11 @@ def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: 
         raise InputError(
             f"{len(boxes)} stages, of which each can differ", expected=f"at most {MOST}", do="Record single ranks"
         )
-    keys: dict[int, Hashable] = {}
-    unsettled: list[int] = []
+    keys: dict[int, Hashable] = {}  # by recorded rank
+    unsettled: list[int] = []  # ranks between two different ranks, of which no more are recorded
 
     def key(rank: int) -> Hashable:
+        """Record a rank unless it is recorded already, and return its key."""
         if rank not in keys:
             keys[rank] = key_of(rank)
         return keys[rank]
@@ -94,15 +97,17 @@ class _Box:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        places = product(*self.ranges)
-        return tuple(sum(s * index for s, index in zip(self.strides, place, strict=True)) for place in places)
+        """All ranks of the box."""
+        coordinates = product(*self.ranges)
+        return tuple(sum(s * index for s, index in zip(self.strides, rank, strict=True)) for rank in coordinates)
 
     def rank(self, end: int) -> int:
         """Return the first rank (``end`` 0) or the last (-1)."""
         return sum(stride * part[end] for stride, part in zip(self.strides, self.ranges, strict=True))
 
     def halves(self, is_first: Callable[[int], bool]) -> tuple[_Box, _Box]:
-        """Return two halves, split along a dimension whose last rank differs from the first rank, if possible."""
+        """Return two halves, split along a dimension whose last rank differs from the first rank, if possible:
+        ``is_first(rank)`` says whether a rank allocates as the first does."""
         long = [index for index, part in enumerate(self.ranges) if len(part) > 1]
         split = long[0]
         if len(long) > 1:

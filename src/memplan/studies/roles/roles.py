@@ -140,7 +140,11 @@ def find_roles(
     title: str,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Roles:
-    """Record the ranks that `roles` needs, and explain each group of equal ranks."""
+    """Record the ranks that `roles` needs, and explain each group of equal ranks.
+
+    ``record(rank)`` records a rank, ``explain(trace, title)`` explains its trace, ``progress(text)`` gets each rank
+    before it is recorded.
+    """
     by_key: dict[str, tuple[int, Trace]] = {}  # the first rank with each recording
 
     def recorded(rank: int) -> Trace:

@@ -122,7 +122,7 @@ def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Pe
     Returns:
         The period; None if fewer than two periods were recorded, or they differ.
     """
-    updating = [position for position, number in enumerate(span.active) if parts[number].updates]
+    updating = [index for index, number in enumerate(span.active) if parts[number].updates]
     last, size = len(span.active) - 1, 1  # without updates, a period is a single batch
     if updating:
         last = updating[-1]
@@ -141,18 +141,16 @@ def _period_at(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan, last: in
     interrupting = set(range(active[last + 1 - 2 * size], active[last] + 1)) - set(span.parts)
     if any(parts[number].kind != "generate" for number in interrupting):
         return None
-    # where the period, and up to two before it, end and begin, from the last back
-    positions = [position for position in range(last, -2, -size) if last - position <= 3 * size]
-    ticks = [
-        _end_of_part(trace, active[position]) if position >= 0 else trace.steps[active[0]] for position in positions
-    ]
+    # the last parts of the period, of up to two before it, and of what comes before these (-1: nothing)
+    last_parts = [index for index in range(last, -2, -size) if last - index <= 3 * size]
+    ticks = [_end_of_part(trace, active[index]) if index >= 0 else trace.steps[active[0]] for index in last_parts]
     periods = [_allocated_between(trace, start, end) for end, start in pairwise(ticks)]
     matching = list(takewhile(lambda period: _same_ops(trace, periods[0], period), periods))
     if len(matching) < 2:
         return None
     after = active[last - size] if last >= size else -1
     batches = sum(after < number <= active[last] for number in span.batches)
-    # the loader found itself exhausted before the last batch was used
+    # the loader was exhausted before the last batch was used
     loads_ahead = parts[active[-1]].exhausted and len(active) == len(span.batches)
     ends_with_last_batch = last < len(active) - 1 and (loads_ahead or not parts[active[-1]].exhausted)
     last_batch = (trace.steps[active[-1]], _end_of_part(trace, active[-1])) if ends_with_last_batch else (0, 0)
@@ -253,8 +251,11 @@ class _Copies:
 
     def __init__(self, trace: Trace) -> None:
         self.storages: list[Storage] = []
+        """The copies."""
         self.expected: list[ExpectedSize] = []
+        """Expected sizes of copies."""
         self.host: list[HostStorage] = []
+        """Kinds of host memory of copies."""
         self._next_id = len(trace.storages)
         """Id of the next copy."""
         self._size_of = {size.storage: size for size in trace.expected}
@@ -295,23 +296,24 @@ def _shares_of_last_batch(trace: Trace, span: PhaseSpan, period: _Period) -> dic
     the last batch in its last repetition.
     """
     if not any(period.last_batch):
-        kept = {storage.id for index, storage in enumerate(period.storages) if period.accumulates(index)}
-        return _shares(trace, span, period.storages, kept, period.batches)
+        outliving = {storage.id for index, storage in enumerate(period.storages) if period.accumulates(index)}
+        return _shares(trace, span, period.storages, outliving, period.batches)
     last = _allocated_between(trace, *period.last_batch)
-    kept = {storage.id for storage in last if _outlives(storage, period.last_batch[1])}
+    outliving = {storage.id for storage in last if _outlives(storage, period.last_batch[1])}
     loaded = list(_last_loaded(trace, period.start, period.last_batch[0])) if period.loads_ahead else []
-    return _shares(trace, span, last, kept) | _shares(trace, span, loaded, set())
+    return _shares(trace, span, last, outliving) | _shares(trace, span, loaded, set())
 
 
 def _shares(
-    trace: Trace, span: PhaseSpan, storages: Sequence[Storage], kept: Set[int], batches: int = 1
+    trace: Trace, span: PhaseSpan, storages: Sequence[Storage], outliving: Set[int], batches: int = 1
 ) -> dict[int, float]:
     """Return by storage the share of its bytes in a batch as small as the last.
 
-    Storages proportional to the batch size are smaller by as much. Of ``kept`` storages with one for each sample, such
-    as the boxes that a detector finds in an image, those of the missing samples have 0 bytes.
+    Storages proportional to the batch size are smaller by as much. Where an op has allocated as many storages as there
+    are samples, such as the boxes that a detector finds in each image, those of the missing samples have 0 bytes.
 
-    ``batches``: number of batches that allocated ``storages``.
+    ``outliving``: ids of the storages that outlive their batch. ``batches``: number of batches that allocated
+    ``storages``.
     """
     samples = span.batch_size
     shares = {storage.id: span.last_share for storage in storages if _is_proportional(storage, samples)}
@@ -319,7 +321,7 @@ def _shares(
         return shares
     by_op: dict[tuple[object, ...], list[int]] = {}
     for storage in storages:
-        if storage.id in kept and storage.id not in shares and storage.op is not None:
+        if storage.id in outliving and storage.id not in shares and storage.op is not None:
             op = trace.ops[storage.op]
             by_op.setdefault((op.name, op.layer, op.where), []).append(storage.id)
     for numbers in by_op.values():
@@ -359,7 +361,7 @@ def _concatenated_sizes(trace: Trace, span: PhaseSpan, period: _Period, repeats:
     These concatenate a tensor of each batch, or have the same leading dimension as such a result.
     """
     first, last = trace.steps[span.parts[0]], period.end
-    kept = {s.id for s in trace.storages if first < s.born <= last and _outlives(s, last)}
+    of_batches = {s.id for s in trace.storages if first < s.born <= last and _outlives(s, last)}
     ops = trace.ops[bisect_right(trace.ops, last, key=lambda op: op.end) :]
     results = {storage.op: storage for storage in trace.storages if storage.born > last and storage.op is not None}
     count = len(span.batches)  # recorded
@@ -374,7 +376,7 @@ def _concatenated_sizes(trace: Trace, span: PhaseSpan, period: _Period, repeats:
         pieces = {operand.id for operand in operands}
         scaled = [number for number in pieces & factors.keys() if trace.storages[number].shape[:1] == result.shape[:1]]
         rows = sum(storage.shape[0] for storage in operands if storage.shape)
-        concatenates = len(pieces & kept) >= min(count, 2)  # it reads a tensor of each batch
+        concatenates = len(pieces & of_batches) >= min(count, 2)  # it reads a tensor of each batch
         if scaled:
             factors[result.id] = factors[scaled[0]]
         elif concatenates and result.shape[0] in (rows, len(operands)):

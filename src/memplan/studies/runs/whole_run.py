@@ -146,6 +146,7 @@ def _phase(
 
 
 def _by_cause(storages: Sequence[Storage]) -> dict[str, int]:
+    """Return the bytes of storages by cause, the largest first."""
     sums = dict[str, int]()
     for storage in storages:
         sums[storage.cause] = sums.get(storage.cause, 0) + storage.bytes
@@ -153,5 +154,6 @@ def _by_cause(storages: Sequence[Storage]) -> dict[str, int]:
 
 
 def _allocated_after(timeline: Timeline, tick: int) -> int:
+    """Return the bytes allocated right after a tick."""
     index = bisect_right(timeline.events, tick, key=lambda event: event[0])
     return timeline.events[index - 1][1] if index else 0

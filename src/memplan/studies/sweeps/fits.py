@@ -317,6 +317,7 @@ def _bytes(number: float) -> str:
 
 
 def _percent(share: float) -> str:
+    """Return a share as text: ``1.5 %``."""
     return f"{100 * share:.1f} %"
 
 

@@ -106,7 +106,7 @@ class Outcome:
 
 
 def record_point(subject: Subject, target: Target, settings: str | None = None, *, keep: bool = False) -> Outcome:
-    """Record and simulate a step. Errors are returned in the outcome."""
+    """Record and simulate a step. Errors are returned in the outcome. ``keep``: whether the outcome has the trace."""
     try:
         trace = record_trace(subject, target)
         aggregation = aggregation_bytes(trace) if subject.window is not None else 0
@@ -120,7 +120,14 @@ def outcome_of(
 ) -> Outcome:
     """Simulate a recorded step.
 
-    ``card``: the card it was recorded for; None for the CPU. Raises MemplanError if the step cannot be explained.
+    Args:
+        card: the card that the step was recorded for; None for the CPU.
+        settings: of the caching allocator, as in PYTORCH_ALLOC_CONF.
+        keep: whether the outcome has the trace.
+        aggregation: bytes of the stitched output of sliding windows, among the temporaries.
+
+    Raises:
+        MemplanError: the step cannot be explained.
     """
     explanation = explain_trace(trace, card=card, settings=settings)
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}

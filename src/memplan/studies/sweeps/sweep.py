@@ -107,14 +107,14 @@ class Sweep(Saved, Displayed):
             return (value == query and type(value) is type(query)) or shown(value) == str(query)
 
         matches = [
-            point for position, point in enumerate(points, 1)
-            if number in (None, position) and all(is_at(point, name, value) for name, value in values.items())
+            point for counted, point in enumerate(points, 1)
+            if number in (None, counted) and all(is_at(point, name, value) for name, value in values.items())
         ]  # fmt: skip
         if len(matches) != 1:
             query = " and ".join(f"{name} {shown(value)}" for name, value in values.items())
             if number is not None:
                 query = f"number {number}"
-            listed = "; ".join(f"{position}: {point.place}" for position, point in enumerate(points[:_LISTED], 1))
+            listed = "; ".join(f"{counted}: {point.place}" for counted, point in enumerate(points[:_LISTED], 1))
             more = f"; and {len(points) - _LISTED} more" if len(points) > _LISTED else ""
             raise InputError(
                 f"The sweep of {self.title} has {len(matches) or 'no'} point{'s' if len(matches) > 1 else ''}"

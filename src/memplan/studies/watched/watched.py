@@ -34,8 +34,8 @@ class Owner(Printed):
     cause: str
 
     def __str__(self) -> str:
-        place = (f" of {self.layer}" if self.layer else "") + (f" at {self.where}" if self.where else "")
-        return LABELS.get(self.cause, self.cause) + place
+        location = (f" of {self.layer}" if self.layer else "") + (f" at {self.where}" if self.where else "")
+        return LABELS.get(self.cause, self.cause) + location
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,7 @@ def watched_ranks(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _loaded(file: Path) -> RankWatch:
+    """Return the watch in a file. Raises TargetError, FormatError."""
     try:
         return RankWatch.load(file)
     except OSError as error:
@@ -213,6 +214,7 @@ def _compare(by_rank: dict[int, tuple[Path, RankWatch]], world: int) -> WatchedR
 
 
 def _bytes_by_owner(held: Iterable[Held]) -> dict[Owner, int]:
+    """Return the bytes of each owner at the peak."""
     sizes: dict[Owner, int] = {}
     for row in held:
         sizes[row.owner] = sizes.get(row.owner, 0) + row.bytes
@@ -221,7 +223,7 @@ def _bytes_by_owner(held: Iterable[Held]) -> dict[Owner, int]:
 
 def _notes(by_rank: dict[int, tuple[Path, RankWatch]], world: int) -> Iterable[str]:
     """Yield notes on missing files and unknown peaks, and on the post-mortems of ranks."""
-    missing = sorted(set(range(min(world, 1 << 16))) - set(by_rank))
+    missing = sorted(set(range(min(world, 1 << 16))) - set(by_rank))  # a damaged file can claim any number of ranks
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
         yield f"no file of {counted(len(missing), 'rank')}: {listed}"
