@@ -48,6 +48,7 @@ def fixes(trace: Trace, findings: Sequence[Finding]) -> str:
 
 
 def _count(findings: Sequence[Finding]) -> str:
+    """Return the numbers of warnings and notes as text."""
     warnings = sum(finding.severity == "warning" for finding in findings)
     numbers = [(warnings, "warning"), (len(findings) - warnings, "note")]
     return ", ".join(counted(number, word) for number, word in numbers if number) or "nothing found"

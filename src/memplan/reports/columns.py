@@ -43,9 +43,9 @@ def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[l
     cut: list[Column] = []
     for column in remaining:
         smallest = _smallest_width(column)
-        extra = max(0, min(_width(column) - smallest, free))
-        free -= extra
-        cells = shortened_distinct(column.cells, smallest + extra, column.from_left, ellipsis)
+        widening = max(0, min(_width(column) - smallest, free))
+        free -= widening
+        cells = shortened_distinct(column.cells, smallest + widening, column.from_left, ellipsis)
         cut.append(replace(column, cells=cells))
     return cut, gap
 
@@ -70,7 +70,8 @@ def shortened_distinct(texts: Sequence[str], width: int, from_left: bool, ellips
 
 
 def _cut_distinct(texts: Sequence[str], width: int, used: Collection[str], ellipsis: str) -> list[str]:
-    """Cut the middle of texts so that the results differ from each other and from the ``used`` ones."""
+    """Cut the middle of texts so that the results differ from each other and from the ``used`` texts. Where that fails,
+    they end with a number."""
     room = max(1, width - cell_len(ellipsis))
     for begin in range(1, room + 1):  # a short beginning leaves as much of the end as possible
         tail = room - begin
@@ -80,8 +81,8 @@ def _cut_distinct(texts: Sequence[str], width: int, used: Collection[str], ellip
             candidates.append(chop_cells(text, begin)[0] + ellipsis + end)
         if len(set(candidates)) == len(candidates) and not set(candidates) & set(used):
             return candidates
-    marks = [f"{ellipsis}{number}" for number in range(1, len(texts) + 1)]
-    return [chop_cells(text, max(1, width - cell_len(mark)))[0] + mark for text, mark in zip(texts, marks, strict=True)]
+    ends = [f"{ellipsis}{number}" for number in range(1, len(texts) + 1)]
+    return [chop_cells(text, max(1, width - cell_len(end)))[0] + end for text, end in zip(texts, ends, strict=True)]
 
 
 def shortened(text: str, width: int, from_left: bool, ellipsis: str = "…") -> str:

@@ -120,7 +120,8 @@ def _bytes_row(label: str, a: int | None, b: int | None) -> tuple[str, ...] | No
 def _row(
     label: str, a: float | None, b: float | None, show: Callable[..., str], show_difference: Callable[..., str]
 ) -> tuple[str, ...] | None:
-    """Return (label, a, b, b - a) as texts, "?" for an unknown figure; None if both are unknown or 0."""
+    """Return (label, a, b, b - a) as texts, "?" for an unknown figure; None if both are unknown or 0. ``show`` formats
+    the figures, ``show_difference`` their difference."""
     if not a and not b:
         return None
     difference = ""

@@ -148,7 +148,8 @@ def name_field(
     from_left: bool = True,
     layers: bool = False,
 ) -> Field:
-    """Return a column of names, to be the first of a table; they are cut to ``shrinks_to`` at least."""
+    """Return a column of names ``cell(row)``, to be the first of a table; they are cut to ``shrinks_to`` characters at
+    least."""
     return Field(header, cell, shrinks_to=shrinks_to, from_left=from_left, layers=layers)
 
 
@@ -160,8 +161,8 @@ def number_field(
     cell: Callable[[Any], str] | None = None,
     drop: int = 0,
 ) -> Field:
-    """Return a column of numbers with the sum as its total. ``shown`` formats numbers, as bytes by default; ``cell``
-    gives the text of a row where that is not the formatted number."""
+    """Return a column of numbers, ``number(row)``, with the sum as its total. ``shown`` formats numbers, as bytes by
+    default; ``cell`` returns the text of a row where that is not the formatted number."""
     cell = cell or (lambda row: shown(number(row)))
     return Field(header, cell, lambda rows: shown(sum(map(number, rows))), right=True, drop=drop, number=number)
 

@@ -223,6 +223,7 @@ def _remarks(explanation: Explanation) -> Iterator[Part]:
 
 
 def _assumption_line(assumption: Assumption) -> str:
+    """Return an assumption as a line, with how often and where it was made."""
     times = f" ({assumption.count} times)" if assumption.count > 1 else ""
     where = f", at {assumption.where}" if assumption.where else ""
     kind = "kernel" if assumption.kind == "kernel" else "assumed"

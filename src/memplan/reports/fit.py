@@ -165,13 +165,15 @@ def _bytes_row(label: str, before: int, after: int) -> tuple[str, str, str, str]
 
 
 def _seconds_row(label: str, before: float, after: float, ratio: float | None = None) -> tuple[str, str, str, str]:
-    """Return (label, before, after, change in percent) as texts; ``ratio`` is after / before if it is known better."""
+    """Return (label, before, after, change in percent) as texts. ``ratio``: after / before, if it was measured in pairs
+    of runs."""
     if ratio is None and before:
         ratio = after / before
     return label, format_seconds(before), format_seconds(after), "" if ratio is None else _change(ratio)
 
 
 def _change(ratio: float) -> str:
+    """Return the change in percent to ``ratio`` times a value."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 
@@ -226,10 +228,10 @@ def _script_facts(fitting: Fitting) -> dict[str, str]:
 
 
 def _lines_to_add(lines: Lines) -> list[Section]:
-    """Return the lines of code to add to the script, with the place to add them."""
+    """Return the lines of code to add to the script, and where to add them."""
     if lines.where is None:
-        place = "before the first step, where the model is at hand"
+        where = "before the first step, where the model is at hand"
     else:
-        place = f"{'before' if lines.before else 'after'} {lines.where}"
+        where = f"{'before' if lines.before else 'after'} {lines.where}"
     explanation = "It trains nothing: it plans again on that machine, and proves that the result is the same."
-    return [Section((Line(f"Add {place}:", "bold"),)), Section((Code("\n".join(lines.text)),)), Section((explanation,))]
+    return [Section((Line(f"Add {where}:", "bold"),)), Section((Code("\n".join(lines.text)),)), Section((explanation,))]

@@ -31,11 +31,12 @@ def parts(frontier: Frontier) -> list[list[Part]]:
 
 
 def _plans(frontier: Frontier) -> Table:
-    """Return a row for each plan: peak and added time; the first within the budget and the floor are marked."""
+    """Return a row for each plan: peak and added time; the last column names the first within the budget, and the
+    floor."""
     points, eager_peak = frontier.points, frontier.eager_peak
     within = [] if frontier.budget is None else [point for point in points if point.peak <= frontier.budget]
 
-    def marks(point: Point) -> str:
+    def remarks(point: Point) -> str:
         first = ["the first in the budget"] if within and point is within[0] else []
         return ", ".join(first + (["the floor"] if point is points[-1] else []))
 
@@ -48,7 +49,7 @@ def _plans(frontier: Frontier) -> Table:
         fields.append(Field("of the step", lambda p: f"{100 * p.seconds / step:.1f} %", right=True, drop=1))
     if any(point.lost for point in points):
         fields.append(Field("lossy by", lambda p: p.lost))
-    return table_of(points, [*fields, Field("", marks, drop=3)])
+    return table_of(points, [*fields, Field("", remarks, drop=3)])
 
 
 def _peers(peers: Sequence[PeerResult]) -> Table:

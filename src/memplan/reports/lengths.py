@@ -89,6 +89,7 @@ def _changes(lengths: Lengths) -> Table:
 
 
 def _notes(lengths: Lengths) -> Iterator[Part]:
+    """Yield how exact the bytes of lengths are that were not recorded."""
     if lengths.checked is not None:
         yield (
             f"Bytes of lengths between recorded ones are interpolated; at {lengths.checked}, recorded as a check, the "

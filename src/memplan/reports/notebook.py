@@ -79,6 +79,7 @@ def _row(cells: Sequence[str], sides: Sequence[str], *, bold: bool) -> str:
 
 
 def _cell(text: str, side: str = "left", *, bold: bool = False, span: int = 1) -> str:
+    """Return a table cell as HTML, aligned to a side and ``span`` columns wide."""
     body = escape(shortened(printable(text), _CELL, from_left=False)).replace("  ", "&nbsp; ")
     body = f"<b>{body}</b>" if bold else body
     colspan = f' colspan="{span}"' if span > 1 else ""

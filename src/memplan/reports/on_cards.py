@@ -33,6 +33,7 @@ def report(result: OnCards) -> Document:
 
 
 def _verdict(row: CardRow) -> str:
+    """Return whether a step fits a card as text."""
     if not row.fits:
         return "does not fit"
     return "fits" if row.need <= row.capacity else "fits, as cached blocks are given back"

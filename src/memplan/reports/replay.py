@@ -231,7 +231,7 @@ def _pool_name(pool: Pool) -> str:
 
 def _size_class(least: int) -> str:
     """Return the range of sizes that begins at ``least`` bytes, as text."""
-    return _CLASSES.get(least >> 20, "over 500 MiB")
+    return _CLASSES.get(least >> 20, "over 500 MiB")  # by MiB
 
 
 def frame_line(frame: Frame | None) -> str:

@@ -79,8 +79,9 @@ def _largest(role: Role) -> str:
 
 def _difference_from(role: Role, first: Role) -> str:
     """Describe how the causes at the peak differ from those of the first role, the largest differences first."""
-    own, others = role.explanation.by_cause, first.explanation.by_cause
-    changes = sorted(((own[cause] - others.get(cause, 0), cause) for cause in own), key=lambda row: -abs(row[0]))
+    sizes, first_sizes = role.explanation.by_cause, first.explanation.by_cause
+    differences = ((size - first_sizes.get(cause, 0), cause) for cause, size in sizes.items())
+    changes = sorted(differences, key=lambda row: -abs(row[0]))
     texts = [f"{signed(size)} {LABELS[cause]}" for size, cause in changes if size]
     return ", ".join(texts[:_DIFFERENCES]) or "the same peak"
 

@@ -74,6 +74,7 @@ def _batches(phase: RunPhase) -> str:
 
 
 def _table(run: WholeRun, top: int) -> Table:
+    """Return a row for each phase of a run; ``top`` rows, 0 for all."""
     fields = [
         name_field("Phase", lambda phase: _title(run, phase)),
         Field("at", lambda phase: phase.where or "-", shrinks_to=14, from_left=True, drop=1),
@@ -99,9 +100,10 @@ def _advice(run: WholeRun) -> Iterator[Part]:
             f"{format_bytes(growth)} after all {growing.length:,}{host}."
         )
     if run.per_epoch > _EPOCH_SHARE * run.allocated:
+        after_100 = run.allocated + (100 - 2) * run.per_epoch  # two epochs were recorded
         yield (
             f"Each further epoch leaves {format_bytes(run.per_epoch)} allocated: after 100 epochs the peak is "
-            f"{format_bytes(run.allocated + 98 * run.per_epoch)}."
+            f"{format_bytes(after_100)}."
         )
     graphs = [phase for phase in run.phases if phase.builds_graph]
     if graphs:

@@ -69,8 +69,8 @@ def annotations_of_findings(target: str, findings: Sequence[Finding], failing: S
         level: Level = "warning" if finding.severity == "warning" else "note"
         if finding.severity in failing:
             level = "error"
-        place = (finding.layer, finding.where, target)
-        annotations.append(Annotation(finding.id, level, message_of(finding), *place, finding.bytes, finding.advice))
+        subject = (finding.layer, finding.where, target)
+        annotations.append(Annotation(finding.id, level, message_of(finding), *subject, finding.bytes, finding.advice))
     return annotations
 
 

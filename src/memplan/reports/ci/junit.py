@@ -33,5 +33,6 @@ def dumps(target: str, rules: Sequence[str], annotations: Sequence[Annotation]) 
 
 
 def _line(annotation: Annotation) -> str:
-    place = f"{annotation.place[0]}:{annotation.place[1]}: " if annotation.place else ""
-    return f"{printable(place)}{annotation.level}: {annotation.text}"
+    """Return an annotation as a line, with its file and line number if they are known."""
+    location = f"{annotation.place[0]}:{annotation.place[1]}: " if annotation.place else ""
+    return f"{printable(location)}{annotation.level}: {annotation.text}"

@@ -43,36 +43,36 @@ class Chart:
 
 def of_step(explanation: Explanation, capacity: int | None) -> Iterator[Chart]:
     """Yield the charts of a step: memory over time, the peak at another batch, layers, the allocator's blocks."""
-    course = explanation.course
-    if course is not None and course.ticks:
-        yield over_time([("", course)], capacity)
+    timeline = explanation.course
+    if timeline is not None and timeline.ticks:
+        yield over_time([("", timeline)], capacity)
     if (scaling := explanation.scaling) is not None:
         lines = [[line.fixed, line.per_sample] for line in scaling.lines]
         data = {"lines": lines, "batch": scaling.batches[0], "batches": scaling.batches, "peaks": scaling.peaks}
         yield Chart("batch", "Peak at another batch", data)
     if explanation.layers:
         yield _layers(explanation)
-    if course is not None and course.segments:
-        yield _allocator(course.segments, course.alive)
+    if timeline is not None and timeline.segments:
+        yield _allocator(timeline.segments, timeline.alive)
 
 
 def over_time(
     timelines: list[tuple[str, MemoryTimeline]], capacity: int | None = None, budget: int | None = None
 ) -> Chart:
     """Chart memory over time. Only the last (name, timeline) is split by category, the others are lines, as are
-    the card's capacity and the budget, where given."""
+    the card's capacity and the budget, unless they are None."""
     series = [
         {
             "name": name,
-            "ticks": course.ticks,
-            "allocated": course.allocated,
-            "reserved": course.reserved if course.reserved != course.allocated else [],  # not drawn twice
-            "causes": course.causes,
-            "ops": course.ops,
-            "opRows": [[op.name, op.layer, op.where or "", op.phase, op.step] for op in course.op_rows],
-            "spans": [[span.phase, span.step, span.start, span.end] for span in course.spans],
+            "ticks": timeline.ticks,
+            "allocated": timeline.allocated,
+            "reserved": timeline.reserved if timeline.reserved != timeline.allocated else [],  # not drawn twice
+            "causes": timeline.causes,
+            "ops": timeline.ops,
+            "opRows": [[op.name, op.layer, op.where or "", op.phase, op.step] for op in timeline.op_rows],
+            "spans": [[span.phase, span.step, span.start, span.end] for span in timeline.spans],
         }
-        for name, course in timelines
+        for name, timeline in timelines
     ]
     _, last = timelines[-1]
     hints = ["Drag to zoom, double-click for all", "arrow keys move along the step, p goes to the peak"]
@@ -176,15 +176,16 @@ def of_plan(plan: Plan) -> Iterator[Chart]:
         yield over_time([*before, ("after", plan.course)], budget=plan.budget)
 
 
-def _from_first_op(course: MemoryTimeline) -> MemoryTimeline:
+def _from_first_op(timeline: MemoryTimeline) -> MemoryTimeline:
     """Return a timeline that begins at its step's first op, without the frees before it that end the previous step."""
-    step = course.spans[0].step if course.spans else 0
-    of_step = (index for index, op in enumerate(course.ops) if op >= 0 and course.op_rows[op].step == step)
+    spans = timeline.spans
+    step = spans[0].step if spans else 0
+    of_step = (index for index, op in enumerate(timeline.ops) if op >= 0 and timeline.op_rows[op].step == step)
     first = next(of_step, 0)
-    columns = {name: getattr(course, name)[first:] for name in ("ticks", "allocated", "reserved", "ops")}
-    causes = {name: column[first:] for name, column in course.causes.items()}
-    spans = (replace(course.spans[0], start=columns["ticks"][0]), *course.spans[1:]) if first else course.spans
-    return replace(course, **columns, causes=causes, spans=spans)
+    columns = {name: getattr(timeline, name)[first:] for name in ("ticks", "allocated", "reserved", "ops")}
+    causes = {name: column[first:] for name, column in timeline.causes.items()}
+    spans = (replace(spans[0], start=columns["ticks"][0]), *spans[1:]) if first else spans
+    return replace(timeline, **columns, causes=causes, spans=spans)
 
 
 def of_frontier(frontier: Frontier, peers: Sequence[Fields], plan: Plan | None) -> Chart:

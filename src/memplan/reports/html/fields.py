@@ -20,6 +20,8 @@ class Fields:
     """
 
     def __init__(self, plain: Any, place: str = "it") -> None:
+        """``plain``: the JSON object; ``place``: its path in messages, such as ``it.rows[3]``. Raises Unreadable if it
+        is no object."""
         if not isinstance(plain, Mapping):
             raise Unreadable(f"{place} is no mapping")
         self.plain, self.place = plain, place

@@ -186,6 +186,7 @@ def _asset(name: str) -> str:
 
 @cache
 def _plotly() -> str:
+    """Return plotly's script, which the page contains: it needs no network."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()

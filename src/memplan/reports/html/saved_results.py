@@ -82,12 +82,12 @@ _LAYERS = 1000
 
 def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
     """Return the page content of an explanation."""
-    use, course = explanation.card, explanation.course
+    use, timeline = explanation.card, explanation.course
     moods: dict[str, Mood] = {"fits": "good", "does not fit": "bad"}
     capacity = None if use is None else use.verdict.capacity
     text = explain.report(explanation, _LAYERS)
-    if course is not None and course.alive:
-        text += document(None, [], [_alive(explanation, course)])
+    if timeline is not None and timeline.alive:
+        text += document(None, [], [_alive(explanation, timeline)])
     return Result(
         kind,
         text.heading,
@@ -101,10 +101,10 @@ def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
     )
 
 
-def _alive(explanation: Explanation, course: MemoryTimeline) -> Table:
+def _alive(explanation: Explanation, timeline: MemoryTimeline) -> Table:
     """Return a table of the largest storages live at the peak, and the bytes of the smaller storages."""
-    end = max(course.ticks[-1], 1)
-    unlisted = explanation.timeline.peak_allocated - sum(storage.bytes for storage in course.alive)
+    end = max(timeline.ticks[-1], 1)
+    unlisted = explanation.timeline.peak_allocated - sum(storage.bytes for storage in timeline.alive)
     fields = [
         name_field("Alive at the peak", lambda row: f"{row.name} ({row.engine})" if row.engine else row.name),
         Field("cause", lambda row: str(LABELS.get(row.cause, row.cause))),
@@ -120,7 +120,7 @@ def _alive(explanation: Explanation, course: MemoryTimeline) -> Table:
         Field("at", lambda row: row.where or ""),
     ]
     total = f"smaller storages and rounding: {format_bytes(unlisted)}; all" if unlisted else "all"
-    return table_of(course.alive, fields, total=total)
+    return table_of(timeline.alive, fields, total=total)
 
 
 def _explanation(explanation: Any, source: str) -> Result:
@@ -143,6 +143,7 @@ def _explanation(explanation: Any, source: str) -> Result:
 
 
 def _trace(plain: Any, source: str) -> Result:
+    """Return the page content of a trace: that of its explanation."""
     trace = Trace.from_dict(plain, source)
     return step_result(explain_trace(trace, title=os.path.basename(source)), "trace")
 
@@ -240,11 +241,13 @@ def _plan_charts(plan: Plan | None) -> tuple[charts.Chart, ...]:
 
 
 def _saved_plan(data: Fields) -> Plan | None:
+    """Return the plan in a saved result; None if it has none."""
     saved = data.plain.get("plan")
     return None if saved is None else Plan.from_dict(saved, f"{data.place}.plan")
 
 
 def _saved_proof(data: Fields) -> Proof | None:
+    """Return the proof in a saved result; None if it has none."""
     saved = data.plain.get("proof")
     return None if saved is None else Proof.from_dict(saved, f"{data.place}.proof")
 
@@ -277,6 +280,7 @@ def _guard(plain: Any, source: str) -> Result:
 
 
 def _quantized(plain: Any, source: str) -> Result:
+    """Return the page content of a step with quantized weights."""
     quantized = Quantized.from_dict(plain, source)
     text = quantize.report(quantized, top=0)
     verdict = f"Weights quantized to {quantized.scheme}: {format_bytes(quantized.weights_saved)} less."
@@ -394,6 +398,7 @@ def _trials(data: Fields, axis: str) -> list[Part]:
 
 
 def _answer(row: Fields) -> str:
+    """Return whether a recorded value of a search fits, or failed, as text."""
     if row.maybe("reason", str):
         return "failed"
     return "fits" if row.get("fits", bool) else "does not fit"
@@ -455,14 +460,15 @@ def _out_of_memory(data: Fields) -> Section:
     names = ("requested", "needed", "reserved", "free", "largest_free")
     requested, needed, reserved, free, largest = (format_bytes(why.get(name, int)) for name in names)
 
-    def place(row: Fields) -> str:
+    def line_of(row: Fields) -> str:
+        """Return file, line and function that allocated the blocks of an owner."""
         frame = row.inner("frame")
         if frame is None:
             return "–"
         return f"{frame.get('filename', str)}:{frame.get('line', int)} {frame.get('name', str)}"
 
     fields = [
-        name_field("Who held the rest", place),
+        name_field("Who held the rest", line_of),
         number_field("blocks", lambda row: row.get("count", int), str),
         _size_field("bytes", "bytes"),
     ]
@@ -538,6 +544,7 @@ def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
 
 
 def _rank_snapshots(plain: Any, source: str) -> Result:
+    """Return the page content of snapshots of several ranks, compared."""
     saved = RankSnapshots.from_dict(plain, source)
     text = rank_snapshots.report(saved, top=0)
     verdict = f"{rank_snapshots.finding(saved.odd[0])}." if saved.odd else "No rank holds much more than the others."
@@ -545,12 +552,14 @@ def _rank_snapshots(plain: Any, source: str) -> Result:
 
 
 def _rank_reasons(plain: Any, source: str) -> Result:
+    """Return the page content of why ranks ran out of memory."""
     saved = RankReasons.from_dict(plain, source)
     text = why.ranks_report(saved)
     return Result("out of memory", text.heading, " ".join(saved.verdict), "bad", text)
 
 
 def _watched_ranks(plain: Any, source: str) -> Result:
+    """Return the page content of the watches of several ranks."""
     saved = WatchedRanks.from_dict(plain, source)
     text, verdict = watched.report(saved, top=0), "; ".join(summary(saved))
     mood = "bad" if saved.odd or saved.ended_badly else "good"
