@@ -99,9 +99,9 @@ def _verdict(outcome: Outcome) -> Line:
         return Line(f"{title} can be made to fit {budget}; nothing was run.", "good")
     if proof.grade == "lossy" or proof.moments is not None:
         assert plan is not None, "it was proven"
-        total = overall(proof.rounded, "parameters" if proof.early else "gradients")
+        total = overall(proof.rounded, "gradients")
         off = f"{total.relative:.2%} off" if proof.grade == "lossy" else _ALIKE[proof.grade]
-        error = f"its {'updates' if proof.early else 'gradients'} are {off}"
+        error = f"its gradients are {off}"
         if proof.moments is not None:
             add = f"add is {proof.moments.relative:.2%} off" if proof.moments.compared else "add was not compared"
             error += f", and what {proof.moments.updates} updates {add}"
@@ -111,13 +111,12 @@ def _verdict(outcome: Outcome) -> Line:
 
 
 def _errors(proof: Proof) -> Table:
-    """Return relative L2 errors of a lossy step: of all outputs, gradients and updates, then of the layers with the
-    largest. Rows are (label, error)."""
-    labels = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
-    totals = [overall(proof.rounded, kind) for kind in labels]
-    layers = sorted((layer for layer in proof.layers if layer.kind != "outputs"), key=lambda layer: -layer.relative)
-    rows = [(f"all {labels[total.kind]}", total) for total in totals if total.norm or total.error]
-    rows += [(f"{labels[layer.kind]} of {layer.layer or 'the model'}", layer) for layer in layers[:_LAYERS]]
+    """Return relative L2 errors of a lossy step: of all outputs and gradients, then of the layers with the largest.
+    Rows are (label, error)."""
+    totals = [overall(proof.rounded, kind) for kind in ("outputs", "gradients")]
+    layers = sorted((layer for layer in proof.layers if layer.kind == "gradients"), key=lambda layer: -layer.relative)
+    rows = [(f"all {total.kind}", total) for total in totals if total.norm or total.error]
+    rows += [(f"gradients of {layer.layer or 'the model'}", layer) for layer in layers[:_LAYERS]]
     fields = [
         Field("Off by (relative, L2)", lambda row: row[0]),
         Field("planned", lambda row: f"{row[1].relative:.2%}", right=True),
