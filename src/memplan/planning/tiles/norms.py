@@ -132,6 +132,8 @@ def gradient_sums(norm: Norm, x: Tensor, mean: Tensor, variance: Tensor, dy: Ten
         norm, x, mean, variance: the norm, a part of its input, and the statistics of the whole.
         dy: gradient of the part's result.
     """
+    if _has_kernel(x, mean) and dy.is_contiguous():
+        return _gradient_sums_in_one_pass(norm, x, mean, variance, dy)
     dims = [*([0] if norm.groups is None else []), *range(2, x.dim())]
     rank, channels = x.dim(), x.shape[1]
     dy, inverse = _wide(dy), torch.rsqrt(variance + norm.eps)
@@ -142,9 +144,33 @@ def gradient_sums(norm: Norm, x: Tensor, mean: Tensor, variance: Tensor, dy: Ten
     return sum_dy, sum_dy_deviation * inverse.repeat_interleave(channels // norm.groups, dim=1)
 
 
+def _has_kernel(x: Tensor, mean: Tensor) -> bool:
+    """Return whether torch's kernels of a batch norm take a part of a norm's input: a contiguous one in the dtype of
+    the statistics."""
+    return x.is_contiguous() and x.dtype == mean.dtype
+
+
+def _gradient_sums_in_one_pass(
+    norm: Norm, x: Tensor, mean: Tensor, variance: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what `gradient_sums` does, by torch's kernel of a batch norm's derivative, which computes them as the
+    gradients of bias and weight."""
+    samples, channels = x.shape[:2]
+    inverse = torch.rsqrt(variance + norm.eps)
+    if norm.groups is not None:  # the channels of samples are channels
+        x, dy = x.reshape(1, samples * channels, -1), dy.reshape(1, samples * channels, -1)
+        mean, inverse = (each.repeat_interleave(channels // norm.groups, dim=1) for each in (mean, inverse))
+    _, sum_dy_x, sum_dy = torch.ops.aten.native_batch_norm_backward.default(
+        dy, x, None, None, None, mean.reshape(-1), inverse.reshape(-1), True, norm.eps, [False, True, True]
+    )
+    shape = (1, channels) if norm.groups is None else (samples, channels)
+    return sum_dy.reshape(shape), sum_dy_x.reshape(shape)
+
+
 def input_gradient(
     norm: Norm, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, dy: Tensor,
     sums: tuple[Tensor, Tensor], count: int, own_range: tuple[int, int, int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return dx = (w dy - sum(w dy) / n - x' sum(w dy x') / n) / deviation, the gradient of a part of a norm's input.
 
@@ -154,32 +180,46 @@ def input_gradient(
         sums: of `gradient_sums` over all parts.
         count: elements that share a statistic: n.
         own_range: the elements of this part that no other part counts, as (dim, start, length) of `narrow`; None: all.
+        out: the result is written to it; it may be ``dy``.
     """
     rank, channels = x.dim(), x.shape[1]
     inverse = torch.rsqrt(variance + norm.eps)
     scale = norm.per_group(inverse, channels, rank)
-    dx = _wide(dy) * (scale if weight is None else scale * norm.per_channel(_wide(weight), rank))
+    scale = scale if weight is None else scale * norm.per_channel(_wide(weight), rank)
     plain, weighted = sums if weight is None else (total * weight for total in sums)
+    of_deviation, of_all = (norm.grouped(total) / count * inverse for total in (weighted, plain))
     own_range = own_range or (0, 0, x.shape[0])
+    is_whole = own_range == (own_range[0], 0, x.shape[own_range[0]])
+    if is_whole and _has_kernel(x, mean) and dy.dtype == x.dtype:
+        per_channel = (-each for each in (of_deviation, of_all))
+        if norm.groups is not None:
+            per_channel = (each.repeat_interleave(channels // norm.groups, dim=1) for each in per_channel)
+        of_sums = _in_one_pass(norm, x, *per_channel, mean, variance)
+        return torch.addcmul(of_sums, dy, scale, out=of_sums if out is None else out)
+    dx = _wide(dy) * scale
     # the sums are subtracted once for each element, though parts overlap
     part = dx.narrow(*own_range)
     deviation = _wide(x.narrow(*own_range)) - norm.per_group(mean, channels, rank)
-    of_deviation, of_all = (norm.grouped(total) / count * inverse for total in (weighted, plain))
     part.addcmul_(deviation, norm.per_group(of_deviation * inverse, channels, rank), value=-1)
     part.sub_(norm.per_group(of_all, channels, rank))
-    return dx.to(x.dtype)
+    return dx.to(x.dtype) if out is None else out.copy_(dx)
 
 
 def _in_one_pass(
     norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor
 ) -> Tensor:
     """Return a contiguous part of a norm's input, normalized, scaled and shifted by torch's kernel of a batch norm, for
-    which the channels of a group norm's samples are channels, too. Arguments: see `Normalize`."""
+    which the channels of a group norm's samples are channels, too.
+
+    ``weight``, ``bias``: vectors over channels, or a matrix: (samples, channels) of a group norm, (1, channels) of a
+    batch norm. Other arguments: see `Normalize`.
+    """
     samples, channels, rows = x.shape[0], x.shape[1], x
     if norm.groups is not None:
         rows = x.reshape(1, samples * channels, -1)
-        weight, bias = (None if vector is None else vector.repeat(samples) for vector in (weight, bias))
+        weight, bias = (None if each is None else each.expand(samples, channels) for each in (weight, bias))
         mean, variance = (each.repeat_interleave(channels // norm.groups, dim=1) for each in (mean, variance))
+    weight, bias = (None if each is None else each.reshape(-1) for each in (weight, bias))
     result, _, _ = torch.native_batch_norm(
         rows, weight, bias, mean.reshape(-1), variance.reshape(-1), training=False, momentum=0.0, eps=norm.eps
     )
@@ -209,7 +249,7 @@ class Normalize(torch.autograd.Function):
         ctx.has_parameter_gradients = has_parameter_gradients
         ctx.dtypes = [None if vector is None else vector.dtype for vector in (weight, bias)]
         ctx.save_for_backward(x, weight, mean, variance)
-        if x.is_contiguous() and x.dtype == mean.dtype:
+        if _has_kernel(x, mean):
             return _in_one_pass(norm, x, weight, bias, mean, variance)
         y, rank = normalized(norm, x, mean, variance), x.dim()
         if weight is not None:

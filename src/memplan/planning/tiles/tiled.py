@@ -706,7 +706,7 @@ class Tiled:
         for piece in range(self.pieces):
             window = self.own_window(norm.input, piece)
             x, dy = self.part(whole_x, norm.input, window), self.part(gradient, norm.input, window)
-            dy.copy_(input_gradient(norm, x, weight, *statistics, dy, sums, count))
+            input_gradient(norm, x, weight, *statistics, dy, sums, count, out=dy)
 
     def count(self, norm: Norm) -> int:
         """Return the number of elements that share a statistic of a norm."""
