@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from memplan._interrupts import safe_point
@@ -193,16 +194,25 @@ def _more_tiles(
             continue  # chosen for an op with a higher level
         if index is not None and op.is_tile:
             finer = segments.tile_in_more_pieces(chosen[index])
+            if op.level - op.scratch > budget:  # what is live beside a piece is too much already
+                op = replace(op, level=op.level - op.scratch, scratch=0)
+                wider = segments.tile_around(op, budget, chosen, premium) if new_count < AT_ONCE else None
+                if wider is not None:
+                    chosen, new_count = _in_place_of_contained(chosen, wider), new_count + 1
+                    continue
             if finer is not None:
                 chosen[index] = finer
                 continue
         if new_count < AT_ONCE:
             around_op = segments.tile_around(op, budget, chosen, premium)
-            if around_op is not None:  # in place of the tiles that it contains
-                chosen = [tile for tile in chosen if not around_op.first <= tile.first <= around_op.last]
-                chosen.append(around_op)
-                new_count += 1
+            if around_op is not None:
+                chosen, new_count = _in_place_of_contained(chosen, around_op), new_count + 1
     return tuple(sorted(chosen, key=lambda tile: tile.first))
+
+
+def _in_place_of_contained(tiles: Sequence[Tile], wider: Tile) -> list[Tile]:
+    """Return ``wider`` and those of the tiles that it does not contain."""
+    return [*(tile for tile in tiles if not wider.first <= tile.first <= wider.last), wider]
 
 
 def over_budget_ops_of(study: Study, settings: Settings, budget: int) -> list[OverBudgetOp]:
