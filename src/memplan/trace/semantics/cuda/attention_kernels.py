@@ -66,14 +66,19 @@ def flash_forward(
     if splits == 1:
         return ()
     log_sum_exp = splits * batch * heads * length * _FLOAT
-    return nonzero(log_sum_exp, log_sum_exp * padded(head_size, 32))
+    return nonzero(log_sum_exp, log_sum_exp * _padded_head_size(head_size))
+
+
+def _padded_head_size(head_size: int) -> int:
+    """Return the length of a row of flash attention's float32 sums. Source: flash_api.cpp, ``head_size_rounded``."""
+    return padded(head_size, 32 if head_size <= 128 else 64)
 
 
 def flash_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, heads_first: bool) -> AllocationBytes:
     """Temporaries of flash attention's backward (flash_api.cpp, mha_bwd; attention_backward.cu,
     _flash_attention_backward).
 
-    The gradient of the queries in float32, with rows padded to 128 and head sizes to 32 (with deterministic algorithms
+    The gradient of the queries in float32, with rows padded to 128, and padded head sizes (with deterministic algorithms
     one per split of the keys); a sum per row; gradients of keys and values for every query head with grouped queries;
     the output and its gradient, contiguous by length.
     """
@@ -88,7 +93,7 @@ def flash_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *
     splits = 1
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         splits = ceil_div(arch.multiprocessors, batch * heads)
-    query_gradient = splits * rows * heads * padded(head_size, 32) * _FLOAT
+    query_gradient = splits * rows * heads * _padded_head_size(head_size) * _FLOAT
     kv_heads = k.shape[-2]
     grouped = [bytes_of(t) // kv_heads * heads for t in (k, v)] if kv_heads != heads else []
     return nonzero(copy_bytes(gradient), copy_bytes(out), rows * heads * _FLOAT, query_gradient, *grouped)
