@@ -285,6 +285,9 @@ def test_cudnn_attention_takes_what_cudnn_said_for_described_cards() -> None:
         for arch, expected in ((A100, ampere), (RTX4090, ampere), (H100, hopper)):
             if expected is not None:
                 assert taken(op, q, q, k, k, q, arch=arch) == (expected,)
+    summed = empty(1, dtype=torch.bfloat16).expand(1, 8, 2048, 104)
+    q = empty(1, 8, 2048, 104, dtype=torch.bfloat16)
+    assert taken(op, summed, q, q, q, q, arch=H100) == (3_407_872, 6_881_536)
     forward = aten._scaled_dot_product_cudnn_attention.default
     assert (taken(forward, q, k, k, arch=A100), taken(forward, q, k, k, arch=H100)) == ((), (256,))
 

@@ -78,7 +78,7 @@ def flash_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *
     """Temporaries of flash attention's backward (flash_api.cpp, mha_bwd; attention_backward.cu,
     _flash_attention_backward).
 
-    The gradient of the queries in float32, with rows padded to 128, and padded head sizes (with deterministic algorithms
+    The gradient of the queries in float32, with rows padded to 128 and padded head sizes (with deterministic algorithms
     one per split of the keys); a sum per row; gradients of keys and values for every query head with grouped queries;
     the output and its gradient, contiguous by length.
     """
@@ -183,14 +183,18 @@ def cudnn_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *
 
     dq in float32, on sm_80 to sm_89 twice, and a sum per row; dk and dv for every query head with grouped queries
     (cudnn-frontend, the backward node of scaled dot product attention; cuDNN 9.19's answers for several shapes on
-    emulated cards), and a few bytes of the plan itself.
+    emulated cards), and a few bytes of the plan itself. Before it, a copy of an output's gradient whose elements do not
+    follow each other, such as the expanded one of a sum (MHA.cpp, run_cudnn_SDP_bprop).
     """
+    gradient = args[0]
+    copied_gradient = bytes_of(gradient) if gradient.stride(-1) != 1 else 0
     q, k, v = (_by_length(t, heads_first) for t in args[1:4])
     batch, length, heads, head_size = q.shape
     row_sums = batch * length * heads * _FLOAT
     query_gradients = (2 if arch.capability[0] == 8 else 1) * row_sums * head_size
     grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
-    return nonzero(row_sums + query_gradients + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
+    workspace = row_sums + query_gradients + grouped + _PLAN_BYTES.get(arch.capability[0], 0)
+    return nonzero(copied_gradient, workspace)
 
 
 FORMULAS: dict[str, Formula] = {
