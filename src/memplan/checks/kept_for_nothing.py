@@ -10,7 +10,7 @@ from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import forms_of_all_steps, matters, readers_of, rows_of, saving, without_saving
 from memplan.checks.op_names import base_name
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
-from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
+from memplan.explanation.layers import OpSharers, gradients_needing, sharers_by_op
 from memplan.trace.records import Form, Op, Storage
 from memplan.trace.trace import Trace
 
@@ -140,33 +140,33 @@ def _dropout_before_relu(trace: Trace, dropouts: Sequence[Op]) -> dict[int, Stor
 def _kind(trace: Trace, storage: Storage, forms: Mapping[int, Form], before_dropout: bool) -> str | None:
     """Return why a storage is saved needlessly, as a key of ``_TEXTS``; None if a gradient needs it.
     ``before_dropout``: whether the first op that reads the storage is a dropout."""
-    keepers = keepers_of(storage)
-    if not keepers:
+    all_sharers = sharers_by_op(storage)
+    if not all_sharers:
         return None
-    names = [base_name(trace.ops[keeper[0].op].name) for keeper in keepers]
-    unread = [_never_reads(trace, keeper, forms) for keeper in keepers]
+    names = [base_name(trace.ops[sharers[0].op].name) for sharers in all_sharers]
+    unread = [_never_reads(trace, sharers, forms) for sharers in all_sharers]
     if all(unread):
         return "frozen"
-    shape_only = [name in _SHAPE_ALONE and all(s.role in ("self", "input") for s in keeper)
-                  for name, keeper in zip(names, keepers, strict=True)]  # fmt: skip
+    shape_only = [name in _SHAPE_ALONE and all(s.role in ("self", "input") for s in sharers)
+                  for name, sharers in zip(names, all_sharers, strict=True)]  # fmt: skip
     if all(a or b for a, b in zip(unread, shape_only, strict=True)):
         return "shape"
-    is_relu = len(keepers) == 1 and names[0] in RELU and keepers[0][0].role == "result"
+    is_relu = len(all_sharers) == 1 and names[0] in RELU and all_sharers[0][0].role == "result"
     return "relu before dropout" if is_relu and before_dropout else None
 
 
-def _never_reads(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> bool:
-    """Return whether the gradient of an op that saves a tensor never reads it. ``keeper`` has the roles that the tensor
-    has in the op's derivative formula; ``forms`` are the arguments of each forward op, by its index."""
-    op = trace.ops[keeper[0].op]
-    if not gradients_needing(trace, keeper)[1]:
+def _never_reads(trace: Trace, sharers: OpSharers, forms: Mapping[int, Form]) -> bool:
+    """Return whether the gradient of an op that saves a tensor never reads it. ``sharers`` has the tensor's roles in
+    the op's derivative formula; ``forms`` are the arguments of each forward op, by its index."""
+    op = trace.ops[sharers[0].op]
+    if not gradients_needing(trace, sharers)[1]:
         return True
     form = forms.get(op.index)
     if base_name(op.name) not in _NORMS or form is None or "weight" in op.needs_grad:
         return False
     # in evaluation the input's gradient is the outgoing one, scaled (Normalization.cpp, batch_norm_backward_cpu)
     training = form.option("training", form.option("train", base_name(op.name).endswith("update")))
-    return not training and all(sharer.role == "input" for sharer in keeper)
+    return not training and all(sharer.role == "input" for sharer in sharers)
 
 
 def _first_readers(trace: Trace) -> dict[int, int]:

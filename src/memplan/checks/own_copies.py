@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from memplan.checks.mended.savings import readers_of, without_saving
 from memplan.checks.op_names import base_name
-from memplan.explanation.layers import keepers_of
+from memplan.explanation.layers import sharers_by_op
 from memplan.trace.records import Form, Op, Storage, View
 from memplan.trace.trace import Trace
 
@@ -165,10 +165,10 @@ class _ActivationCopies:
 
     def _is_saved_by_relu(self, storage: Storage) -> bool:
         """Return whether this is a ReLU's result that the ReLU's gradient, and no other, needs."""
-        keepers = keepers_of(storage)
-        if len(keepers) != 1 or keepers[0][0].role != "result":
+        all_sharers = sharers_by_op(storage)
+        if len(all_sharers) != 1 or all_sharers[0][0].role != "result":
             return False
-        return base_name(self._trace.ops[keepers[0][0].op].name) in RELU
+        return base_name(self._trace.ops[all_sharers[0][0].op].name) in RELU
 
     def _is_read_by_dropout(self, storage: Storage) -> bool:
         readers = self._readers.get(storage.id, ())

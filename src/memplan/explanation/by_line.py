@@ -55,6 +55,7 @@ class _Memory:
     def __init__(self, levels: Sequence[tuple[int, int]], lives: Iterable[tuple[int, int | None]]) -> None:
         """``levels``, ``lives``: as for `profiles_of`."""
         self._ticks = [tick for tick, _ in levels]
+        """Ticks of all allocations and frees, in order."""
         self._levels = [level for _, level in levels]
         """Allocated bytes after the event at each of these ticks."""
         freed_at = dict(lives)

@@ -33,16 +33,16 @@ def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | Non
     """
     cases, band = _cases(trace, timeline, settings)
     charges = _charges(cases[0].terms_on(card), cases[1].terms_on(card))
-    own = _verdict(cases, band, card)
+    verdict = _verdict(cases, band, card)
     others = [
-        own if other == card else _verdict(cases, band, other)
+        verdict if other == card else _verdict(cases, band, other)
         for other in catalogue()
         if other.name not in trace.other_kernels
     ]
-    smallest = next((verdict.device for verdict in others if verdict.answer == "fits"), None)
+    smallest = next((other.device for other in others if other.answer == "fits"), None)
     allocated = max(case.timeline.peak_allocated for case in cases)
     return CardUse(
-        charges=charges, verdict=own, others=tuple(others), other_kernels=trace.other_kernels, smallest=smallest,
+        charges=charges, verdict=verdict, others=tuple(others), other_kernels=trace.other_kernels, smallest=smallest,
         peak_allocated_high=allocated, not_modelled=(_NOT_MODELLED,), smaller=cases[1].smaller_plans(card),
         allocated_band=band.allocated if band is not None and trace.expected else None,
     )  # fmt: skip
@@ -131,6 +131,8 @@ class Case:
         *,
         low: bool = False,
     ) -> None:
+        """``trace``, ``timeline``: the step with the assumed workspaces, and its simulation. ``reserved``: the most
+        bytes of the allocator's segments."""
         self.timeline = timeline
         self.reserved = reserved
         self.context_on = context_on
@@ -174,6 +176,7 @@ class _Band:
     """The expected case between the ends of its band. Equal workspaces can reserve more in the low case."""
 
     def __init__(self, expected: Case, low: Case, high: Case) -> None:
+        """The step with expected workspaces, and with those at the ends of the band of 95 %."""
         self._expected, self._low, self._high = expected, low, high
         peaks = [case.timeline.peak_allocated for case in (low, expected, high)]
         self.allocated = min(peaks), max(peaks)

@@ -68,7 +68,7 @@ def gradients_reading(op: str, role: str, needs_grad: tuple[str, ...]) -> list[t
     ``role``: of the tensor: the name of an argument, or ``result``.
     """
     base = op.removeprefix("aten.").split(".")[0]
-    reads_by_variable = _READS.get(base, {})
+    reads_by_variable = _READS.get(base, {})  # of formulas of several gradients, none of which reads all
     gradients: list[tuple[str, str]] = []
     for formula in formulas(op):
         for variable in formula.variables:

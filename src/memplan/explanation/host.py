@@ -50,7 +50,8 @@ def host_need(
     trace: Trace, timeline: Timeline, card: Device | None, context: int, budget: int | None,
     op_at: Callable[[int], PeakRow | None],
 ) -> HostNeed | None:  # fmt: skip
-    """Return the host's memory of a recorded step; None for a step on the CPU without further host memory."""
+    """Return the host's memory of a recorded step; None for a step on the CPU without further host memory. ``context``:
+    bytes of the CUDA context; ``op_at(tick)`` returns the op that runs at a tick."""
     if trace.origin != "recorded":
         return None
     if trace.device == HOST and budget is None and not any(use.workers for use in trace.loaders):

@@ -66,15 +66,15 @@ def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
     masks = {storage for op in drawing for storage in op.writes}
     in_place = _in_place_ops(trace)
     for storage in live_at(trace, tick):
-        keepers = keepers_of(storage)
-        if storage.cause != "saved" or not keepers:  # none in a file that was edited
+        all_sharers = sharers_by_op(storage)
+        if storage.cause != "saved" or not all_sharers:  # none in a file that was edited
             continue
-        producer = _producer_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], in_place)
-        for position, keeper in enumerate(keepers):
+        producer = _producer_title(trace, storage, in_place)
+        for index, sharers in enumerate(all_sharers):  # the bytes count for the first op that saves the storage
             row = _saved_row(
-                trace, storage, keeper, keepers, producer, counted=position == 0, is_mask=storage.id in masks
+                trace, storage, sharers, all_sharers, producer, counted=index == 0, is_mask=storage.id in masks
             )
-            rows.append((keeper[0].op, row))
+            rows.append((sharers[0].op, row))
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
@@ -155,37 +155,40 @@ def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
         drafts[owner[name]].gradient_bytes += size
 
 
-Keeper = list[Sharer]
-"""An op that saves a storage: its sharers of the storage, one for each role in which it saves it."""
+OpSharers = list[Sharer]
+"""The sharers of a storage that are of one op, which saves it: a sharer for each role in which the op does."""
 
 
-def keepers_of(storage: Storage) -> list[Keeper]:
-    """Group the sharers of a storage by op. An op can save it in several roles (packed q, k and v), but only once."""
-    by_op: dict[int, Keeper] = {}
+def sharers_by_op(storage: Storage) -> list[OpSharers]:
+    """Group the sharers of a storage by op, in the order of the ops. An op can save it in several roles: packed q, k
+    and v."""
+    by_op: dict[int, OpSharers] = {}
     for sharer in storage.sharers:
         by_op.setdefault(sharer.op, []).append(sharer)
     return [by_op[op] for op in sorted(by_op)]
 
 
 def _saved_row(
-    trace: Trace, storage: Storage, keeper: Keeper, keepers: list[Keeper], producer: str, counted: bool, is_mask: bool
-) -> SavedRow:
+    trace: Trace, storage: Storage, sharers: OpSharers, all_sharers: list[OpSharers], producer: str, counted: bool,
+    is_mask: bool,
+) -> SavedRow:  # fmt: skip
     """Return the row of a storage and an op that saves it.
 
     Args:
-        keeper: the op.
-        keepers: all ops that save the storage.
-        producer: name of the op whose result the storage is; "" if it is among the keepers.
-        counted: whether the storage counts for this row: it does for the first of the keepers.
+        sharers: those of the storage that are of this op.
+        all_sharers: the storage's sharers by op.
+        producer: name of the op whose result the storage is; "" if that op saves it, too.
+        counted: whether the storage counts for this row: it does for the first op that saves it.
         is_mask: whether the storage is the random mask of a dropout, which the op multiplies by.
     """
-    op = trace.ops[keeper[0].op]
-    needs, needed_for = gradients_needing(trace, keeper)
-    others = tuple(dict.fromkeys(_keeper_title(trace, other, is_mask) for other in keepers if other is not keeper))
+    op = trace.ops[sharers[0].op]
+    needs, needed_for = gradients_needing(trace, sharers)
+    titles = (_saving_op_title(trace, other, is_mask) for other in all_sharers if other is not sharers)
+    others = tuple(dict.fromkeys(titles))
     if producer and producer not in others:
         others = (*others, producer)
     word = "dropout" if is_mask else op_word(op, trace)
-    role = _roles_text(op, keeper, is_mask)
+    role = _roles_text(op, sharers, is_mask)
     return SavedRow(
         layer=op.layer or OUTSIDE,
         op=word,
@@ -201,17 +204,17 @@ def _saved_row(
     )
 
 
-def gradients_needing(trace: Trace, keeper: Keeper) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Return the gradients for which an op saves a storage. ``keeper``: the sharers of the storage that are this op.
+def gradients_needing(trace: Trace, sharers: OpSharers) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """Return the gradients for which an op saves a storage. ``sharers``: the sharers of the storage that are this op.
 
     Returns:
         (argument, name of the function that computes its gradient) for each, and which of ``weight_gradient`` and
         ``input_gradient`` these are; the latter is () if no gradient reads the storage.
     """
-    op = trace.ops[keeper[0].op]
-    needs = [need for sharer in keeper for need in gradients_reading(op.name, sharer.role, op.needs_grad)]
+    op = trace.ops[sharers[0].op]
+    needs = [need for sharer in sharers for need in gradients_reading(op.name, sharer.role, op.needs_grad)]
     needed_for = tuple(sorted({_gradient_kind(trace, op, variable) for variable, _ in needs}, reverse=True))
-    reads = any(formula.reads(sharer.role) for formula in formulas(op.name) for sharer in keeper)
+    reads = any(formula.reads(sharer.role) for formula in formulas(op.name) for sharer in sharers)
     if not needs and not reads:
         needed_for = ("input_gradient",)  # a custom autograd function, or an op without a formula in torch's table
     return needs, needed_for
@@ -235,12 +238,12 @@ def _is_weight(trace: Trace, storage: Storage) -> bool:
     return is_copy and all(_is_weight(trace, trace.storages[read.storage]) for read in op.reads)
 
 
-def _roles_text(op: Op, keeper: Keeper, is_mask: bool) -> str:
-    """Return the roles of a saved storage for an op, in words: "its input and result". ``keeper``: the sharers of the
+def _roles_text(op: Op, sharers: OpSharers, is_mask: bool) -> str:
+    """Return the roles of a saved storage for an op, in words: "its input and result". ``sharers``: the sharers of the
     storage that are this op."""
     if is_mask:
         return "its mask"
-    words = list(dict.fromkeys(_role_text(op, sharer) for sharer in keeper))
+    words = list(dict.fromkeys(_role_text(op, sharer) for sharer in sharers))
     if len(words) == 1:
         return words[0]
     return ", ".join(words[:-1]) + " and " + words[-1].removeprefix("its ")
@@ -282,26 +285,26 @@ def _why_text(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ..
     return text
 
 
-def _keeper_title(trace: Trace, keeper: Keeper, is_mask: bool) -> str:
-    """Return a name of a shared storage, by an op that saves it: "layer1.conv's input". ``keeper``: the sharers of the
+def _saving_op_title(trace: Trace, sharers: OpSharers, is_mask: bool) -> str:
+    """Return a name of a shared storage, by an op that saves it: "layer1.conv's input". ``sharers``: the sharers of the
     storage that are this op."""
-    op = trace.ops[keeper[0].op]
-    what = _roles_text(op, keeper, is_mask).removeprefix("its ").removeprefix("a ")
+    op = trace.ops[sharers[0].op]
+    what = _roles_text(op, sharers, is_mask).removeprefix("its ").removeprefix("a ")
     return f"{op.layer or op_word(op, trace)}'s {what}"
 
 
-def _producer_title(trace: Trace, storage: Storage, sharers: list[Sharer], in_place: dict[int, list[Op]]) -> str:
+def _producer_title(trace: Trace, storage: Storage, in_place: dict[int, list[Op]]) -> str:
     """Return a name of a saved storage by the op that computed it ("layer1.relu's result"); "" if that op saves it.
 
-    ``sharers``: of the storage; ``in_place``: storage -> the forward ops that changed it in place.
+    ``in_place``: storage -> the forward ops that changed it in place.
     """
-    first = min(sharer.op for sharer in sharers)
+    first = min(sharer.op for sharer in storage.sharers)
     computing = [] if storage.op is None else [trace.ops[storage.op]]
     computing += [op for op in in_place.get(storage.id, ()) if op.index < first]
     if not computing:
         return ""
     producer = computing[-1]
-    if any(sharer.op == producer.index or sharer.role == "result" for sharer in sharers):
+    if any(sharer.op == producer.index or sharer.role == "result" for sharer in storage.sharers):
         return ""
     own_copy = producer.name == "aten.clone.default" and producer.layer == trace.ops[first].layer
     return f"{producer.layer}'s result" if producer.layer and not own_copy else ""

@@ -73,15 +73,14 @@ def selected_moments(
     count = len(levels)
     if count <= moments:
         return np.arange(count)
-    bounds = [bound for bound in bounds if 0 < bound < count]
-    indices = {0, count - 1, *bounds, *(bound - 1 for bound in bounds)}
-    edges = np.linspace(0, count, max(1, moments // 3) + 1).astype(int).tolist()
-    for start, end in pairwise(edges):
+    inner_bounds = [bound for bound in bounds if 0 < bound < count]
+    indices = {0, count - 1, *inner_bounds, *(bound - 1 for bound in inner_bounds)}
+    edges_of_parts = np.linspace(0, count, max(1, moments // 3) + 1).astype(int).tolist()
+    for start, end in pairwise(edges_of_parts):
         if start < end:
             part = levels[start:end]
             indices |= {start, start + int(part.argmax()), start + int(part.argmin())}
-    edges = sorted({0, count, *bounds})
-    for start, end in pairwise(edges):
+    for start, end in pairwise(sorted({0, count, *inner_bounds})):
         indices |= {start + int(column[start:end].argmax()) for column in (levels, *others)}
     return np.array(sorted(indices))
 

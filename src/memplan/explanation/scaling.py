@@ -38,6 +38,7 @@ def with_scaling(
     steps = 1 if len(explanation.timeline.events) > _MANY_EVENTS else 2
 
     def timeline_at(size: int) -> Timeline:
+        """Record and simulate the step at another batch size."""
         return simulate(at_least(record_for(build_at(size), target, steps)))
 
     try:

@@ -75,8 +75,8 @@ def why(text: str) -> Why:
 
 def headline(message: OutOfMemoryMessage) -> str:
     """Return a line with the device, the request and the free memory."""
-    place = message.device if message.gpu is None else f"{message.device}, GPU {message.gpu}"
-    text = f"out of memory ({place})"
+    device = message.device if message.gpu is None else f"{message.device}, GPU {message.gpu}"
+    text = f"out of memory ({device})"
     if message.requested is not None:
         text += f": {shown(message.requested)} asked for"
     free = _free(message)
@@ -105,8 +105,8 @@ def memory_by_process(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tu
     candidates = [process for process in message.processes if process[1] + _ROUNDING_ERROR > message.reserved]
     if not candidates:
         return None, message.processes
-    own = min(candidates, key=lambda process: process[1])
-    return own[1], tuple(process for process in message.processes if process is not own)
+    this_process = min(candidates, key=lambda process: process[1])
+    return this_process[1], tuple(process for process in message.processes if process is not this_process)
 
 
 def _parts(message: OutOfMemoryMessage) -> list[Part]:
@@ -119,9 +119,10 @@ def _parts(message: OutOfMemoryMessage) -> list[Part]:
         parts += [Part("allocated by PyTorch in private pools (CUDA graphs)", pools)] if pools else []
     if unallocated is not None:
         parts.append(Part("reserved by PyTorch, in no tensor", unallocated))
-    own, others = memory_by_process(message)
-    if own is not None and reserved is not None and own > reserved:
-        parts.append(Part("this process beside PyTorch's allocator (context, libraries)", own - reserved))
+    this_process, others = memory_by_process(message)
+    if this_process is not None and reserved is not None and this_process > reserved:
+        outside_allocator = this_process - reserved
+        parts.append(Part("this process beside PyTorch's allocator (context, libraries)", outside_allocator))
     parts += [Part(f"process {number}", size) for number, size in others]
     if message.beside is not None:
         parts.append(Part("others than PyTorch", message.beside))
@@ -130,7 +131,7 @@ def _parts(message: OutOfMemoryMessage) -> list[Part]:
     if message.total is not None:
         unexplained = message.total - sum(part.bytes for part in parts) - (free or 0)
     if unexplained > 0:
-        named = own is not None or others or message.beside is not None
+        named = this_process is not None or others or message.beside is not None
         name = "not named in the message" if named else "the context, libraries, other processes"
         parts.append(Part(name, unexplained))
     if free is not None:

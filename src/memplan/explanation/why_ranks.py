@@ -99,7 +99,7 @@ def texts_by_rank(text: str) -> dict[int, str]:
         number = None if prefix is None else prefix["rank"] or prefix["local"]
         if prefix is not None and number is not None:
             lines.setdefault(int(number), []).append(line[prefix.end() :])
-    return {rank: "\n".join(own) for rank, own in lines.items()}
+    return {rank: "\n".join(lines_of_rank) for rank, lines_of_rank in lines.items()}
 
 
 def _read(paths: Sequence[str | os.PathLike[str]]) -> dict[int, tuple[str, str]]:
@@ -145,7 +145,7 @@ def _rank_of(file: Path) -> int | None:
     """Return the rank in a file's name, else torchrun's folder of the rank."""
     named = rank_in_name(file)
     folder = file.parent.name
-    if named is None and folder.isdecimal() and len(folder) < 7:
+    if named is None and folder.isdecimal() and len(folder) < 7:  # a longer number is no rank, but a date, say
         return int(folder)
     return named
 

@@ -78,6 +78,7 @@ class _Lifted(nn.Module):
     """A graph as a module that owns the parameters among its inputs; number inputs are Python numbers."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """``inputs``: of the graph's first call, in the order of its placeholders."""
         super().__init__()
         number_inputs = _convert_item_inputs(graph)
         self.graph = graph
@@ -89,7 +90,7 @@ class _Lifted(nn.Module):
         """For each input, its name as a parameter of this module; None if it is no parameter."""
         for index, (placeholder, value) in enumerate(zip(placeholders, inputs, strict=True)):
             name = None
-            if isinstance(value, nn.Parameter):  # with the index, since two paths can have the same plain name
+            if isinstance(value, nn.Parameter):  # with the index, since the names of two paths can become the same
                 name = f"{_plain_name(placeholder)}_{index}"
                 self.register_parameter(name, value)
             self._names.append(name)

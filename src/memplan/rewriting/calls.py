@@ -40,8 +40,9 @@ class Calls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Several threads may call the module."""
         self._planned = self._without_grad = 0
-        """See `CallStats`."""
+        """Number of planned calls, and of calls in which nothing required a gradient."""
         self._why = Counter[str]()
         """Number of unplanned calls, by reason."""
 

@@ -91,9 +91,11 @@ class _Call:
     def __init__(
         self, chain: Chain, inputs: list[Any], saved: list[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
+        """``inputs``: None where the backward pass does not read them; ``saved``: what the forward pass saved."""
         self._chain = chain
         self._inputs: list[Any] | None = inputs
         self._saved: list[torch.Tensor] | None = saved
+        """None once a backward pass has freed them."""
         # what the backward pass compares: the user may have changed tensors in between
         self._devices = [outputs[tangent.output].device for tangent in chain.tangents]
         """Devices of the outputs with a tangent."""
@@ -107,7 +109,7 @@ class _Call:
             for at, tensor in enumerate(saved)
             if _torch.storage_key(tensor.untyped_storage()) in memory
         ]
-        """(position among the saved values, version) of those that share memory with an output."""
+        """(index in ``saved``, version) of the saved values that share memory with an output."""
         # the state of the backward pass
         self._running: Iterator[Gradients] | None = None
         """The planned backward pass, which yields gradients; None before it begins."""
@@ -118,15 +120,15 @@ class _Call:
         self._pass = -1
         """Number of the running autograd pass."""
         self._received: dict[int, torch.Tensor | None] | None = None
-        """Gradients of outputs by position, until the backward pass begins."""
+        """By index of an output with a tangent: its gradient, until the backward pass begins."""
         self.nodes: dict[int, weakref.ref[Any]] = {}
-        """Autograd nodes of the outputs, by position."""
+        """By index of an output with a tangent: its autograd node."""
         self._received_at = frozenset[int]()
-        """Positions of the outputs whose gradients the backward pass began with."""
+        """Indices of the outputs whose gradients the backward pass began with."""
 
     def receive(self, at: int, tangent: torch.Tensor | None) -> None:
-        """Store autograd's gradient of the output with a tangent at a position; None for zeros. The planned backward
-        pass begins once the gradients of all outputs are here."""
+        """Store autograd's gradient of an output, None for zeros; ``at`` is its index among the outputs with a tangent.
+        The planned backward pass begins once the gradients of all outputs are here."""
         if torch.is_grad_enabled():
             raise BackwardError(
                 "Double backward through a planned step",

@@ -57,13 +57,16 @@ class Engine:
         self._resident = tuple(value for value in graph.values if value.kind in RESIDENT)
         """Values of parameters, buffers, inputs and constants, in the order of the functions' inputs."""
         self._owners = _OwnerLookup([value.path for value in self._resident if value.kind in ("parameter", "buffer")])
+        """Finds the modules that own the parameters and buffers."""
         self._read_in_backward = read_in_backward(schedule)
+        """Resident values that the backward pass reads."""
         has_gradient = {value for value, _ in graph.gradients}
-        self._differentiated = {v.id: position for position, v in enumerate(self._resident) if v.id in has_gradient}
-        """By parameter or input with a gradient: its position among the resident values."""
-        functions = functions or _Program(self.text)
-        self._forward, self._close = functions.forward, getattr(functions, "close", lambda: None)
-        self._chain = _build_chain(captured, schedule, self._resident, functions.backward)
+        self._differentiated = {v.id: index for index, v in enumerate(self._resident) if v.id in has_gradient}
+        """By parameter or input with a gradient: its index among the resident values."""
+        compiled = functions or _Program(self.text)
+        self._forward, self._close = compiled.forward, getattr(compiled, "close", lambda: None)
+        self._chain = _build_chain(captured, schedule, self._resident, compiled.backward)
+        """Attaches the backward pass to the outputs as autograd nodes."""
 
     def close(self) -> None:
         """Remove the program's lines from `linecache`."""
@@ -112,6 +115,7 @@ class _OwnerLookup:
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
+        """``paths``: of parameters and buffers, such as ``layer1.0.weight``."""
         self._tensors = [(path, *_split_path(path)) for path in paths]
         """(path, path of the owner, name in the owner) of each tensor."""
         self._modules: list[tuple[str, str, str]] = []
@@ -142,10 +146,11 @@ class _Program:
     """The two functions of a program as Python code, with source lines for tracebacks."""
 
     def __init__(self, text: str) -> None:
+        """Compile a program, whose lines tracebacks show by its name in `linecache`."""
         self._name = f"<memplan plan {hash(text) & 0xFFFFFFFFFFFF:012x}>"
         linecache.cache[self._name] = (len(text), None, text.splitlines(keepends=True), self._name)
         namespace: dict[str, Any] = {}
-        exec(compile(text, self._name, "exec"), namespace)
+        exec(compile(text, self._name, "exec"), namespace)  # defines forward and backward in the namespace
         self.forward, self.backward = namespace["forward"], namespace["backward"]
 
     def close(self) -> None:
@@ -188,13 +193,13 @@ def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, 
 
 
 def _tangents_by_gradient(graph: JointGraph) -> dict[int, frozenset[int]]:
-    """Return the positions of the tangents on which a gradient depends, by the value with that gradient.
+    """Return the indices of the tangents on which a gradient depends, by the value with that gradient.
 
     Autograd computes a gradient only if it gets one of these tangents. A gradient without dependencies counts as
     depending on all.
     """
     tangents = [value.id for value in graph.values if value.kind == "tangent"]
-    dependencies = {value: frozenset([position]) for position, value in enumerate(tangents)}
+    dependencies = {value: frozenset([index]) for index, value in enumerate(tangents)}
     for op in graph.backward_ops:
         operands = (graph.base(value) for value in refs((op.args, op.kwargs)))
         of_op = frozenset[int]().union(*(dependencies.get(operand, ()) for operand in operands))
@@ -204,15 +209,15 @@ def _tangents_by_gradient(graph: JointGraph) -> dict[int, frozenset[int]]:
 
 
 def _last_read(schedule: Schedule) -> dict[int, int]:
-    """Return the position of the last backward action whose result depends on a resident value, by the value."""
+    """Return the index of the last backward action whose result depends on a resident value, by the value."""
     graph, last = schedule.graph, dict[int, int]()
-    for position, action in enumerate(schedule.backward):
+    for index, action in enumerate(schedule.backward):
         reads = set(action.reads)
         op = None if action.op is None else action.called_op(graph)
         if op is not None and op.target == TRAINING_NORM:  # its results do not depend on the running statistics
             other_args = (*op.args[: _STATISTICS.start], *op.args[_STATISTICS.stop :])
             reads &= {graph.base(value) for value in refs((other_args, op.kwargs))}
-        last.update((value, position) for value in reads if graph.values[value].kind in RESIDENT)
+        last.update((value, index) for value in reads if graph.values[value].kind in RESIDENT)
     return last
 
 
@@ -222,7 +227,7 @@ def _read_after_gradient(
     """Yield for each group of gradients the guarded inputs that are read after their own gradient was returned to
     autograd, so that a hook may have changed them. Results are indices into ``guarded``; ``last_read``: see
     `_last_read`."""
-    returned_at = {action.value: position for position, action in enumerate(schedule.backward) if action.kind == "give"}
+    returned_at = {action.value: index for index, action in enumerate(schedule.backward) if action.kind == "give"}
     returned = set[int]()
     for group in groups:
         returned.update(group)

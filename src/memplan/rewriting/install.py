@@ -120,6 +120,7 @@ class _PlanCache:
         self._variants: dict[_Kind, tuple[_Variant, ...]] = {}
         """Variants by kind of call, the most recently used first."""
         self._lock = threading.Lock()
+        """Several threads may call the module."""
         self._calls = itertools.count(1)
         """Counts all calls: the time at which a variant was last used."""
 
@@ -200,15 +201,21 @@ class Installed:
             )
         self._model = weakref.ref(model, lambda _: self._forget())
         self._planner = planner
+        """Called once for each new kind of call."""
         self.calls = Calls()
+        """Counts of planned and unplanned calls."""
         self._keys = Keys(model)
+        """Returns the key of a call: calls with equal keys run by the same plan."""
         self._cache = _PlanCache()
+        """The plans so far."""
         self._warned: set[str] = set()
         """Texts of the warnings so far."""
         self._call_outside_of_graph = _graph_breaking_call()
+        """Runs a call within a compiled function, outside of Dynamo's graph."""
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
         """Puts back the module's own call."""
         self._unwatch = _watch_compiler(self)
+        """Ends the reports of Dynamo's compilations."""
 
     def undo(self) -> None:
         """Restore the module's own call. Backward passes of earlier calls still run as planned."""
@@ -407,7 +414,7 @@ class Installed:
         """Warn once, at the line of the user's call. ``above``: number of frames between the caller and `_run`."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(f"memplan: {text}", stacklevel=6 + above)
+            warnings.warn(f"memplan: {text}", stacklevel=6 + above)  # 6: from here to the caller of the module
 
 
 def _watch_compiler(installed: Installed) -> weakref.finalize[..., Installed]:

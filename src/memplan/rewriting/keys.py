@@ -42,13 +42,13 @@ class Key(NamedTuple):
         return hash((self.leaves, self.state, self.tensors[0]))  # pytree's spec, the last of `tensors`, hashes slowly
 
     def differing_leaves(self, other: Key) -> list[int] | None:
-        """Return the positions of the arguments in which two keys differ if all of these are numbers, else None."""
+        """Return the indices of the leaves in which two keys differ if all of these are numbers, else None."""
         if (self.state, self.tensors) != (other.state, other.tensors) or len(self.leaves) != len(other.leaves):
             return None
         pairs = zip(self.leaves, other.leaves, strict=True)
-        differing = [(position, pair) for position, pair in enumerate(pairs) if pair[0] != pair[1]]
+        differing = [(index, pair) for index, pair in enumerate(pairs) if pair[0] != pair[1]]
         only_numbers = all(_is_number(leaf) for _, pair in differing for leaf in pair)
-        return [position for position, _ in differing] if only_numbers else None
+        return [index for index, _ in differing] if only_numbers else None
 
 
 class State:
@@ -58,6 +58,7 @@ class State:
     __slots__ = ("_hash", "_value")
 
     def __init__(self, value: Hashable) -> None:
+        """``value``: a nested tuple, whose hash is computed once."""
         self._value, self._hash = value, hash(value)
 
     def __eq__(self, other: object) -> bool:
@@ -80,8 +81,8 @@ class _Structure:
 
     def holds(self) -> bool:
         """Return whether the model still has the same modules, and as many parameters and buffers."""
-        same_modules = all(tuple(own.values()) == before for own, before in self.children)
-        return same_modules and all(len(own) == length_before for own, length_before in self.tensors)
+        same_modules = all(tuple(children.values()) == before for children, before in self.children)
+        return same_modules and all(len(tensors) == length_before for tensors, length_before in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Keys:
     """Make the keys of one model's calls."""
 
     def __init__(self, model: nn.Module) -> None:
+        """``model``: the module whose calls get keys."""
         self._structure_of, self._number = _structure_of(model), 0
         """The present modules and tensors, and the number of changes of them so far."""
         self._last: _LastCall | None = None
@@ -144,8 +146,8 @@ class Keys:
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's present parameters."""
         parameters_of_modules = self._structure_of.tensors[::2]  # the others are dicts of buffers
-        for own, _ in parameters_of_modules:
-            yield from (tensor for tensor in own.values() if tensor is not None)
+        for parameters, _ in parameters_of_modules:
+            yield from (parameter for parameter in parameters.values() if parameter is not None)
 
     def _trained(self) -> list[torch.Tensor]:
         """Return the parameters that require a gradient."""
@@ -183,9 +185,11 @@ class Keys:
         if not self._structure_of.holds():
             self._structure_of, self._number, self._last = _structure_of(model), self._number + 1, None
         structure, last = self._structure_of, self._last
-        tensors: list[torch.Tensor | None] = [tensor for own, _ in structure.tensors for tensor in own.values()]
-        first: dict[int, int] = {}  # position of a tensor; tied tensors have the same
-        tied = tuple([first.setdefault(id(tensor), position) for position, tensor in enumerate(tensors)])
+        tensors: list[torch.Tensor | None] = [
+            tensor for tensors_by_name, _ in structure.tensors for tensor in tensors_by_name.values()
+        ]
+        first: dict[int, int] = {}  # id() of a tensor -> its first index; tied tensors have the same
+        tied = tuple([first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)])
         kinds, training = [*map(type, structure.modules), type(model)], self._training(model)
         state = State((
             self._number,
@@ -202,14 +206,14 @@ class Keys:
         state = self._states.setdefault(state, state)  # compares by identity from now on
         present = tuple({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
         modules = model, *structure.modules
-        own_dicts = [own for module in modules for own in _torch.own_dicts(module)]
+        dicts_of_modules = [table for module in modules for table in _torch.own_dicts(module)]
         hook_tables = [table for module in modules for table in _torch.hook_tables(module)]
-        dicts = _torch.DictGuards(table for table in (*own_dicts, *hook_tables) if table)
+        dicts = _torch.DictGuards(table for table in (*dicts_of_modules, *hook_tables) if table)
         guards = {global_state: (_torch.TensorGuards(present), state)}
         if last is not None and global_state not in last.guards and last.dicts.versions == dicts.versions:
             dicts, guards = last.dicts, guards | last.guards  # only the global state is new
         self._last = _LastCall(
-            state, dicts, empty=[own for own in own_dicts if not own],
+            state, dicts, empty=[table for table in dicts_of_modules if not table],
             tables=[table for table in hook_tables if not table], hooks=RemovableHandle.next_id, kinds=kinds,
             training=training, tensors=present, hooked=_have_gradient_hooks(present), trained=self._trained(),
             guards=guards,
@@ -237,8 +241,8 @@ def _structure_of(model: nn.Module) -> _Structure:
     modules = tuple(model.modules())
     return _Structure(
         modules[1:],
-        tuple((own, tuple(own.values())) for own in map(_torch.own_modules, modules)),
-        tuple((own, len(own)) for module in modules for own in _torch.own_tensors(module)),
+        tuple((children, tuple(children.values())) for children in map(_torch.own_modules, modules)),
+        tuple((tensors, len(tensors)) for module in modules for tensors in _torch.own_tensors(module)),
     )
 
 

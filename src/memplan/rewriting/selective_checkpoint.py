@@ -122,8 +122,9 @@ def logged_calls(module: nn.Module, rates: Rates) -> Iterator[list[CheckpointedC
     forward = module.forward
 
     def log(*args: Any, **kwargs: Any) -> Any:
+        """Run a forward call of the module, and append its ops and what autograd saves to the list."""
         weights = _torch.storages_of((list(module.parameters()), list(module.buffers())))
-        packed: dict[int, int] = {}
+        packed: dict[int, int] = {}  # key of a storage that autograd saves -> bytes
         alive: list[Any] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,7 @@ def logged_calls(module: nn.Module, rates: Rates) -> Iterator[list[CheckpointedC
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _torch.OpLog() as ops:
             result = forward(*args, **kwargs)
-        alive.clear()  # the graph refers to `pack`, and would keep its own tensors alive
+        alive.clear()  # the graph refers to `pack`, which would otherwise keep the graph's tensors alive
         saved = sum(size for key, size in packed.items() if key not in weights)
         inputs = sum(_torch.storages_of((args, kwargs)).values())
         calls.append(_checkpointed_call(ops.ops, packed, saved, inputs, rates))
@@ -146,14 +147,14 @@ def logged_calls(module: nn.Module, rates: Rates) -> Iterator[list[CheckpointedC
 def _checkpointed_call(
     logged: list[_torch.LoggedOp], packed: Mapping[int, int], saved: int, inputs: int, rates: Rates
 ) -> CheckpointedCall:
-    """Decide which ops' results must be saved or recomputed, and find what keeps the call from being checkpointed.
+    """Decide which ops' results must be saved or recomputed, and find what prevents a checkpoint of the call.
     ``packed`` has the bytes of the storages that autograd saves, by key; ``saved``, ``inputs``: see
     `CheckpointedCall`."""
+    # the last op that is recomputed: a checkpoint stops once it has all that backward reads
     reached = -1
     for index, op in enumerate(logged):
         if any(key in packed for key in (*op.changed, *(key for key, _ in op.made))):
             reached = index
-    """The last op that is recomputed: a checkpoint stops once it has all that backward reads."""
     counts = Counter[str]()
     maker: dict[int, int] = {}
     ops: list[CheckpointOp] = []
@@ -163,18 +164,18 @@ def _checkpointed_call(
         if op.communicates and (op.changed or op.name.startswith("c10d.")):  # whose schemas name no writes
             obstacle = obstacle or f"{op.name} communicates in place"
         for key in op.changed:
-            made_by = maker.get(key)
-            if made_by is None:
+            changed_op = maker.get(key)  # index of the op whose result is changed
+            if changed_op is None:
                 obstacle = obstacle or f"{op.name} changes a tensor that was there before, which would happen twice"
-            elif ops[made_by].is_saved:
-                obstacle = obstacle or f"{op.name} changes the result of {ops[made_by].name}, which must be saved"
+            elif ops[changed_op].is_saved:
+                obstacle = obstacle or f"{op.name} changes the result of {ops[changed_op].name}, which must be saved"
             else:
-                ops[made_by] = replace(ops[made_by], is_saved=False)
+                ops[changed_op] = replace(ops[changed_op], is_saved=False)
         maker.update((key, index) for key, _ in op.made)
         size = sum(size for _, size in op.made)
         work = Work(op.flops, op.bytes_moved, op.dtype, foreign=op.name.partition(".")[0] not in OWN)
         seconds = rates.seconds(work) if op.bytes_moved else 0.0
-        is_saved = None if size else False
+        is_saved = None if size else False  # None: the plan decides
         if op.communicates or op.is_random:
             is_saved = op.communicates or not draws_in_place
         if index > reached:

@@ -130,8 +130,8 @@ class Early:
         ``leaves``: the tensors that it accumulates gradients in."""
         if not any(map(self.has_parameter, leaves)):
             return
-        own = set(map(id, _parameters(self._optimizer)))
-        other = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own), None)
+        updated = set(map(id, _parameters(self._optimizer)))
+        other = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in updated), None)
         if other is not None:
             raise UsageError(
                 f"A backward pass into parameters that {self.name} updates early, and into one of shape "

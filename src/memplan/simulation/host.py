@@ -241,7 +241,11 @@ def _copied_on_write(storage: Storage, forks: list[LoaderUse], writes: list[int]
 
 
 def _of_loaders(trace: Trace) -> Iterator[_Change]:
-    """Yield the memory of loaders, their workers and data sets that is in no recorded storage."""
+    """Yield the memory of loaders, their workers and data sets that is in no recorded storage.
+
+    ``arrays`` are data sets, ``workers`` the processes, ``loading`` the samples of batches that are loaded, ``cached``
+    what malloc holds of these in workers while no batch is loaded.
+    """
     data_sets = set[int]()
     on_host = sorted(_on_host(trace), key=lambda storage: storage.born)
     pinned_or_shared = {entry.storage for entry in trace.host}

@@ -48,7 +48,7 @@ def _peaks(events: Sequence[Level], bounds: Sequence[int]) -> list[StepPeak]:
     Reserved bytes seldom fall, so the tick of their peak is the one at which the most is allocated, the first of these.
     """
     peaks: list[StepPeak] = []
-    index, allocated, reserved = 0, 0, 0  # of the next event; after the last event
+    index, allocated, reserved = 0, 0, 0  # index of the next event; bytes after the last
     for start, end in pairwise(bounds):
         peak_allocated, peak_tick = allocated, start
         peak_reserved, allocated_then, reserved_tick = reserved, allocated, start

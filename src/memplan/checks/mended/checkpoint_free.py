@@ -47,7 +47,8 @@ class Blockwise:
 
     @contextmanager
     def _checkpoint_blocks(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
-        """Within this context, in which a checkpointed function runs without its checkpoint, checkpoint each block."""
+        """Within this context, in which a checkpointed function runs without its checkpoint, checkpoint each block,
+        whether its own checkpoint was ``reentrant`` or not."""
         with ExitStack() as stack:
             for path, block in _blocks(function).items():
                 self.blocks.add(path)

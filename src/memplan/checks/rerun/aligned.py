@@ -48,6 +48,7 @@ def _replayed_sizes(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage
     """Return the sizes of the trace's storages in a replay with changes, and the workspaces that only the replay has.
     Raises ChangeError if the replay does not have the same ops, and MemplanError if the replay failed."""
     program = Program(trace, changes)
+    # cuDNN is asked for workspaces if the trace has its answers
     target = choose_target(trace.device, cudnn=None if trace.engines or trace.expected else False)
     replay = record_for(program.build, target, steps=1)
     if program.grown:  # by this replay: another one begins with data of the new size

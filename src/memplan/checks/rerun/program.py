@@ -159,6 +159,7 @@ class Program:
         operands = list[torch.Tensor]()
         for (_, view), tensor in zip(form.reads, tensors, strict=True):
             is_data = canonical(view) in self._leaves and self._trace.storages[view.storage].cause not in _FIXED
+            # only dimensions after the batch grow, in tensors that have spatial dimensions
             if is_data and len(view.shape) > 2 and tuple(tensor.shape) == view.shape:
                 shape = (view.shape[0], *(new_size.get(size, size) for size in view.shape[1:]))
                 self.grown[canonical(view)] = shape

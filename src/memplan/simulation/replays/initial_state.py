@@ -228,6 +228,7 @@ class _Rewinder:
         left = self._segment_at(entry.address - 1)
         right = self.segments.get(entry.address + entry.size)
         neighbors = [side for side in (left, right) if side and side.expandable and side.stream == entry.stream]
+        # without neighbors: only pages of pools for small requests are smaller than large_segment_size
         small = neighbors[0].small if neighbors else bool(entry.size % self.settings.large_segment_size)
         merged = self._insert_range(index, entry, small, expandable=True)
         if merged is None:

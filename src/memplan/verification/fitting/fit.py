@@ -141,7 +141,8 @@ def _fit(request_of: Callable[[], Request], pairs: int) -> Fitted:
     """Fit the step of a request. On any exception, Ctrl-C during the return included, the model is as before.
 
     An exception of the user's own code that interrupted tracing is raised in place of memplan's, and so is one that the
-    step raises without memplan, too. The step is timed ``pairs`` times, with and without the plan.
+    step raises without memplan, too. ``request_of()`` checks the user's arguments and returns the request. The step is
+    timed ``pairs`` times, with and without the plan.
     """
     request: Request | None = None
     fitting: _Fitting | None = None
@@ -179,9 +180,9 @@ def _error_without_plan(request: Request, error: RecordingError) -> Exception | 
         args, kwargs = request.call.rebuild(copy_tensors(request.call.tensors))
         with isolated(request.step), request.under_autocast(), copy.in_place(), torch.enable_grad():
             request.step(*args, **kwargs)
-    except Exception as own:
-        if type(own) is type(cause) and str(own) == str(cause):
-            return own
+    except Exception as of_step:
+        if type(of_step) is type(cause) and str(of_step) == str(cause):
+            return of_step
     return None
 
 
@@ -210,12 +211,16 @@ class _Fitting:
     """A call of `fit`."""
 
     def __init__(self, request: Request, pairs: int) -> None:
+        """``pairs``: how many times the step is timed, with and without the plan."""
         self.settings, self.planner = request.settings, Planner(request.step)
+        """Settings of the next plan; they change after a proof that fails."""
         self.request = request
         with isolated(request.step, draws=False), self._tracing():
-            self.request = self.planner.bounded(request, key=0)
+            self.request = self.planner.bounded(request, key=0)  # a relative budget in bytes
         self.budget, self.notes = self.request.bytes, list(self.request.notes)
+        """The user's budget in bytes, and notes for the user."""
         self.prover = Prover(self.request, pairs)
+        """Runs and compares the planned and the unplanned step."""
         self.undo = ExitStack()
         """Uninstalls the current plan."""
         self.handed_over = False

@@ -254,7 +254,8 @@ def _difference(
     crops: Crops, parts: list[Crop], input: Tensor, result: Tensor, model: Callable[[Tensor], Tensor]
 ) -> float:
     """Return the largest difference between the result and that of another crop, as a share of the largest value. The
-    crop lies across the first border between parts, along each dimension of space (in the middle if there is none)."""
+    crop lies across the first border between parts, along each dimension of space (in the middle if there is none).
+    ``model`` runs the model whole."""
     windows = list[tuple[int, int]]()
     for size, stride, (_, end) in zip(crops.result_shape[2:], crops.strides, parts[0].result_windows, strict=True):
         border = end if end < size else size // 2

@@ -37,6 +37,7 @@ class Outcome(Written):
         return self.shortfall is None and (self.proof is None or self.proof.ok)
 
     def _plain(self) -> dict[str, Any]:
+        """Return the outcome as data for JSON, with the smallest budget and the reason of a shortfall."""
         names = ("title", "fits", "changed", "plan", "proof", "frontier", "notes")
         shortfall = self.shortfall
         return named(self, *names) | {
@@ -153,6 +154,7 @@ class Fitting(Written):
         return min(least, self.recorded)
 
     def _plain(self) -> dict[str, Any]:
+        """Return the outcome for a script as data for JSON."""
         names = (
             "title", "fits", "budget", "recorded", "recorded_band", "beside", "surplus", "outside", "planned", "plan",
             "lines",

@@ -63,11 +63,13 @@ class Plans:
         self, module: nn.Module, settings: Settings, budget: int, notify: Callable[[str], None],
         joint: Planned | None = None,
     ) -> None:  # fmt: skip
+        """``notify(text)`` is called for each call that is planned anew; ``joint`` is a plan of module and loss."""
         self._module, self._settings, self._budget, self._notify = module, settings, budget, notify
         self._planner, self._keys = Planner(module), Keys(module)
         self._expected: Planned | None = None
         """Plan of the next call, if it is known."""
         self._joint = joint
+        """Its decisions are reused where they are within the budget; None: there is no such plan."""
         self.handed_over = False
         """Whether the user has the module: from then on a call that cannot be traced runs unplanned, even where the
         user's code raised the error."""

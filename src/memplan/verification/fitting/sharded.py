@@ -165,6 +165,7 @@ class _Fitting:
         """Compute the bytes of this rank's shards: of weights, their gradients and optimizer state."""
         self._request, self._blocks = request, blocks
         self._adds, optimizer = request.settings.gradients.accumulates, request.settings.optimizer
+        """Whether gradients exist when a step begins, and are added to."""
         # Blocks are planned without the optimizer's update and earlier gradients: these are shards, outside of blocks.
         self._settings = replace(request.settings, optimizer=None, gradients=KEPT_UNTIL_UPDATE)
         self._notes = list(request.notes)
@@ -327,7 +328,7 @@ class _Fitting:
                 expected="blocks whose call is traced",
                 do="Wrap the blocks by fully_shard, each by itself, and then the model",
             )
-        together(result=None, error=error)
+        together(result=None, error=error)  # raises in all ranks if any has an error
         graphs = [*kinds, *(kind.call.fingerprint for kind in checkpointed)]
         refuse_differing(_torch.gathered(" ".join(graph[:12] for graph in graphs)))
         return list(kinds.values()), checkpointed
@@ -471,7 +472,7 @@ class _Fitting:
                 do="The model is as before. Please report this; a step that differs from run to run cannot be proven",
                 proof=proof,
             )
-        together(result=None, error=error)
+        together(result=None, error=error)  # raises in all ranks if any has an error
 
     def _note_plans(
         self,

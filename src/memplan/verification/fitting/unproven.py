@@ -37,8 +37,9 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
     """Plan a model that a recorded program fits, so that the recording shows its calls as planned.
 
     Plans for a CUDA card and for fused kernels are made but not installed, since a recording does not run their
-    kernels. The recording notes that. ``undo`` receives the callbacks that uninstall the plan. Raises BudgetError,
-    RecordingError and UsageError as `memplan.fit`."""
+    kernels. The recording notes that. ``request_of()`` checks the user's arguments and returns the request; ``undo``
+    receives the callbacks that uninstall the plan. Raises BudgetError, RecordingError and UsageError as `memplan.fit`.
+    """
     with recording_suspended():
         request = request_of()
         request = replace(request, call=_with_assumed_values(request.call))

@@ -39,7 +39,7 @@ def _host_bounds() -> Iterator[int]:
     """Yield upper bounds on the bytes that the CPU can allocate: the machine's, and each limit of the container."""
     free = _read_number("/proc/meminfo", "MemAvailable:")
     if free is not None:
-        yield free * 1024
+        yield free * 1024  # "kB" in /proc/meminfo are KiB
     else:
         with suppress(AttributeError, ValueError, OSError):
             yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the whole memory

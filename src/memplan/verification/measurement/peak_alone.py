@@ -33,7 +33,7 @@ def measure_trial(trial: Trial, home: Home) -> tuple[int, int]:
 
 
 def peak_growth(step: Callable[[], object], home: Home) -> int:
-    """Return the bytes at the peak of a step, less those that were allocated before."""
+    """Run a step, and return the bytes at its peak, less those that were allocated before."""
     if home.card is None:
         return measure_step(step).growth_peak
     with cuda_peak.measuring_peak(home.name) as peak:

@@ -38,9 +38,12 @@ class ModuleCopy:
     """
 
     def __init__(self, module: nn.Module, *, shared: bool = False, float64: bool = False) -> None:
+        """``shared``: parameters are new leaves on the module's own memory; ``float64``: floating-point tensors are in
+        float64."""
         self._copier = copier = _Copier(shared, float64)
         self._module = module
         self._submodules = tuple(module.modules())
+        """The module itself and all modules within it."""
         states = [_torch.own_state(submodule) for submodule in self._submodules]
         self._attributes = [dict(state.attributes) for state in states]
         """Attributes of each submodule other than parameters, buffers and submodules, as they were."""
@@ -141,9 +144,10 @@ class _Copier:
     """Copies tensors and containers, each once. ``shared`` and ``float64``: as for `ModuleCopy`."""
 
     def __init__(self, shared: bool, float64: bool) -> None:
+        """Arguments are as for `ModuleCopy`."""
         self._shared, self._float64 = shared, float64
         self._copies: dict[int, Any] = {}
-        """Copies by the id of the original."""
+        """Copies by id() of the original."""
         self._originals: list[Any] = []
         """Keeps the originals alive, so that their ids are not reused."""
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -263,9 +267,9 @@ class RandomState:
     def differences(self, other: RandomState) -> tuple[str, ...]:
         """Return the names of the streams that differ from the other state's."""
         in_both = [name for name in self.generators if name in other.generators]
-        own, others = (_to_comparable([state.generators[name] for name in in_both]) for state in (self, other))
+        states, other_states = (_to_comparable([each.generators[name] for name in in_both]) for each in (self, other))
         return tuple(
-            name for name, state, other_state in zip(in_both, own, others, strict=True) if state != other_state
+            name for name, state, other_state in zip(in_both, states, other_states, strict=True) if state != other_state
         )
 
 

@@ -97,6 +97,7 @@ def measure_peers(
     Each runs on copies of the module's state, in this process; parameters, gradients and random state do not change.
     ``on_start`` receives the name of each peer before it runs; each is timed ``pairs`` times in turn with eager mode.
     Raises UsageError if there is too little memory to run the step in eager mode, and in float64."""
+    # the step in eager mode, and in float64, which takes twice as much
     free, needed = free_memory.available(request.settings.home), 3 * eager_peak
     if free is not None and needed > free:
         raise UsageError(
@@ -116,6 +117,7 @@ class _PeerRun:
     """A call of `measure_peers`."""
 
     def __init__(self, request: Request, pairs: int) -> None:
+        """``pairs``: how many times each peer is timed, in turn with eager mode."""
         self._request, self._pairs, self._home = request, pairs, request.settings.home
         self._blocks = blocks_of(request.step)
         """Repeated blocks, which peers checkpoint."""
@@ -124,6 +126,7 @@ class _PeerRun:
             args, kwargs, optimizer=request.settings.optimizer, autocast=request.autocast,
             micro_batches=2 if request.settings.gradients.accumulates else 1,
         )  # fmt: skip
+        """Inputs, optimizer and number of backward passes of a step."""
         self._float64: dict[str, _StepResult | None] = {}
         """Results in float64, by the name of the peer whose random numbers were drawn."""
         self._yardsticks = {lossy: list[GradientErrors]() for lossy in (False, True)}

@@ -152,10 +152,10 @@ def _value_difference(expected: Any, actual: Any) -> str:
         content, other = _items_or_attributes(expected), _items_or_attributes(actual)
         if content and other and content.keys() == other.keys():
             for key, value in content.items():
-                is_plain = _items_or_attributes(value) is None
-                if is_plain and not _equal_values(value, other[key]):
-                    place = f"the {key:.40}" if isinstance(key, str) else f"at {key!r:.40}"
-                    return f"has {place} {other[key]!r:.60}, not {value!r:.60}"
+                has_parts = _items_or_attributes(value) is not None
+                if not has_parts and not _equal_values(value, other[key]):
+                    item = f"the {key:.40}" if isinstance(key, str) else f"at {key!r:.40}"
+                    return f"has {item} {other[key]!r:.60}, not {value!r:.60}"
     return f"is {actual!r:.60}, not {expected!r:.60}"
 
 

@@ -91,6 +91,7 @@ def moments_error(trial: Trial, optimizer: Callable[[Any], Any], updates: int = 
         errors[name] = float(torch.linalg.vector_norm(copies[name].detach().double() - parameter.detach().double()))
         moves[name] = float(torch.linalg.vector_norm(parameter.detach().double() - start[name].double()))
     farthest = max(moves.values(), default=0.0)
+    # without parameters that hardly move, whose relative error says nothing
     relative = {name: errors[name] / move for name, move in moves.items() if move > 1e-3 * farthest}
     worst = max(relative, key=lambda name: relative[name], default="")
     total, error = math.hypot(*moves.values()), math.hypot(*errors.values())

@@ -89,12 +89,12 @@ def _pooled(space: int, pool: Callable[..., Any], x: Tensor, args: Sequence[Any]
     """Return a max pool's result, with the second largest element of a window where it is near the largest.
 
     ``pool`` returns the result and the index of each window's largest element in the last ``space`` dimensions,
-    flattened. ``args``, ``options``: its arguments besides the input x.
+    flattened. ``args``, ``options``: its arguments after the input x.
     """
     flat = x.detach().flatten(-space)
     with torch.no_grad():
         _, largest = pool(x.detach(), *args, **options)
-        places = largest.flatten(-space)
-        lowered = flat.scatter(-1, places, flat.gather(-1, places) - _near(flat))
+        indices = largest.flatten(-space)
+        lowered = flat.scatter(-1, indices, flat.gather(-1, indices) - _near(flat))
         _, chosen = pool(lowered.view(x.shape), *args, **options)
     return x.flatten(-space).gather(-1, chosen.flatten(-space)).view(chosen.shape)

@@ -134,11 +134,11 @@ def rounding_errors(
         if any(name not in tensors or tensors[name].shape != exact.shape for tensors in (candidate, *yardsticks)):
             continue
         errors = [distance(exact, tensors[name]) for tensors in yardsticks]
-        own, reference = errors[0], max(errors)
+        without_plan, reference = errors[0], max(errors)
         scale = norms[name] if kind == "outputs" else largest_norms[_module(name)]
         allowed = tolerance.allowed(reference, scale, candidate[name].dtype)
         error = distance(exact, candidate[name])
-        results.append(Rounded(kind, name, step, error, reference, norms[name], allowed, own))
+        results.append(Rounded(kind, name, step, error, reference, norms[name], allowed, without_plan))
     return results
 
 
@@ -149,15 +149,15 @@ def _module(name: str) -> str:
 
 def is_truth(errors: Sequence[Rounded]) -> bool:
     """Return whether the float64 step is the same computation as the step without a plan, except for rounding."""
-    own, _, norm = _gradient_norms(errors)
-    return own <= SANE * norm
+    without_plan, _, norm = _gradient_norms(errors)
+    return without_plan <= SANE * norm
 
 
 def is_yardstick(errors: Sequence[Rounded], tolerance: Tolerance = ROUNDING, *, exact: bool = True) -> bool:
     """Return whether all yardsticks are the same computation, except for rounding. ``exact``: whether errors are
     measured from float64; else from the step without a plan, whose own error is 0."""
-    own, reference, norm = _gradient_norms(errors)
-    bound = tolerance.alike * (own + torch.finfo(torch.float32).eps * norm) if exact else math.inf
+    without_plan, reference, norm = _gradient_norms(errors)
+    bound = tolerance.alike * (without_plan + torch.finfo(torch.float32).eps * norm) if exact else math.inf
     return reference <= min(tolerance.sane * norm, bound)
 
 
@@ -165,9 +165,9 @@ def _gradient_norms(errors: Sequence[Rounded]) -> tuple[float, float, float]:
     """Return three norms (L2) over all gradients: of the errors of the step without a plan, of the largest errors of
     the yardsticks, and of the gradients themselves."""
     gradients = [error for error in errors if error.kind == "gradients"]
-    own_error = math.hypot(*(error.own for error in gradients))
+    without_plan = math.hypot(*(error.own for error in gradients))
     reference_error = math.hypot(*(error.reference for error in gradients))
-    return own_error, reference_error, math.hypot(*(error.norm for error in gradients))
+    return without_plan, reference_error, math.hypot(*(error.norm for error in gradients))
 
 
 @dataclass(frozen=True, slots=True)
