@@ -173,9 +173,9 @@ def _report_error(error: BaseException, *, debug: bool) -> int:
             click.echo("\n".join(printable(line) for line in note.split("\n")), err=True)
         _print(str(error))
     elif isinstance(error, OSError) and error.strerror:  # an OSError of the step itself is a StepError
-        place = f"{error.filename}: " if error.filename else ""
+        file = f"{error.filename}: " if error.filename else ""
         _print(
-            f"{place}{error.strerror}. Expected a file or device that can be used. Check the path, and the room left."
+            f"{file}{error.strerror}. Expected a file or device that can be used. Check the path, and the room left."
         )
     else:
         _print(

@@ -51,16 +51,17 @@ class CiOutputs:
         return "-" in (self.sarif, self.junit)
 
     def write(self, target: str, rules: Sequence[str], annotations: Sequence[Annotation]) -> None:
-        """Write the outputs. Each rule is a test case of JUnit."""
+        """Write the outputs of the options that were used. ``target``: name of the step. ``rules``: ids of all checks
+        that ran; each is a test case of JUnit, which an error among its annotations fails."""
         from memplan.reports.ci import github, junit, sarif
 
-        annotations = [_in_project(annotation) for annotation in annotations]
+        in_project = [_in_project(annotation) for annotation in annotations]
         if self.sarif is not None:
-            write(self.sarif, sarif.dumps(annotations))
+            write(self.sarif, sarif.dumps(in_project))
         if self.junit is not None:
-            write(self.junit, junit.dumps(target, rules, annotations))
+            write(self.junit, junit.dumps(target, rules, in_project))
         if self.github:
-            click.echo(github.dumps(annotations), nl=False)
+            click.echo(github.dumps(in_project), nl=False)
 
 
 def _in_project(annotation: Annotation) -> Annotation:

@@ -70,9 +70,9 @@ def writable(path: str, option: str, typed: Sequence[str] = ()) -> str:
         problem = f"{option} {path}: the folder {folder} cannot be written to"
     if problem is None:
         others = list(typed)
-        own = next((text for text in (path, f"{option}={path}") if text in others), None)
-        if own is not None:
-            others.remove(own)
+        this_argument = next((text for text in (path, f"{option}={path}") if text in others), None)
+        if this_argument is not None:
+            others.remove(this_argument)
         same = [argument for argument in others if _names_file(argument, real)]
         if same:
             raise InputError(
@@ -101,7 +101,7 @@ def _path_error(path: str) -> str | None:
 def _names_file(argument: str, real: str) -> bool:
     """Return whether an argument names the file ``real``, also in ``--option=``, before ``:callable`` or ``#point``."""
     texts = {argument, argument.partition("=")[2]}
-    texts |= {text.rpartition(mark)[0] for text in tuple(texts) for mark in ":#"}
+    texts |= {text.rpartition(separator)[0] for text in tuple(texts) for separator in ":#"}
     try:
         return any(text and os.path.realpath(text) == real for text in texts)
     except (OSError, ValueError):
@@ -155,7 +155,8 @@ class ResultFiles:
             write(self.html, page_of(results_of(content, "the result")))
 
     def write_and_show(self, dumps: Callable[[], str], report: Callable[[], Document]) -> None:
-        """Write a result to the files, and print its report unless its JSON goes to stdout."""
+        """Write a result to the files, and print its report unless its JSON goes to stdout. ``dumps()`` returns the
+        JSON, ``report()`` the document."""
         self.write(dumps)
         if not self.takes_stdout:
             from memplan.reports.terminal import show

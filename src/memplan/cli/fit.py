@@ -269,7 +269,7 @@ def _check_options(arguments: StepArguments, budget: str | None, use_plan: str |
     if budget is not None:
         from memplan.planning.relative_budget import read_any_budget
 
-        read_any_budget(budget)
+        read_any_budget(budget)  # raises for text that is no budget
 
 
 def _check_costs(costs: str, predict: bool) -> None:
@@ -358,6 +358,7 @@ def _model_maker(described: Described) -> Callable[[], nn.Module]:
     target = described.target
 
     def make() -> nn.Module:
+        """Call the target, and return its model in training mode and the dtype of the options."""
         from torch import nn
 
         try:

@@ -195,12 +195,12 @@ def _portable(target: str) -> str:
     """Return a target with a relative path and forward slashes, the same on all systems and in all checkouts."""
     from memplan.studies.guarding.recorded_figures import with_forward_slashes
 
-    place, colon, name = target.rpartition(":")
+    file_or_module, colon, name = target.rpartition(":")
     if not colon:  # a trace file, or a script
         return with_forward_slashes(short(os.path.abspath(target)))
-    if place.endswith(".py"):
-        place = with_forward_slashes(short(os.path.abspath(place)))
-    return f"{place}:{name}"
+    if file_or_module.endswith(".py"):
+        file_or_module = with_forward_slashes(short(os.path.abspath(file_or_module)))
+    return f"{file_or_module}:{name}"
 
 
 def options_text(arguments: StepArguments) -> str:

@@ -20,7 +20,8 @@ _ALLOWED = ("--arg", "--input", "--dtype", "--no-train")
 def fit_inference(
     arguments: StepArguments, described: Described, model_of: Callable[[], nn.Module], budget: str, results: ResultFiles
 ) -> int:
-    """Run the model whole and in parts, show what it takes, and return the exit code: 0 if it fits."""
+    """Run the model that ``model_of()`` returns, whole and in parts, show what it takes, and return the exit code: 0 if
+    it fits."""
     import memplan
     from memplan.reports.fit import inference_report
     from memplan.verification.fitting.outcome import InferenceOutcome

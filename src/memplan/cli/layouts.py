@@ -128,12 +128,12 @@ def _of_script(
     launcher = launcher_of(script)
     if launcher is None:
         raise InputError(
-            f"--script {script.place}: nothing sets its layout from outside that memplan knows",
+            f"--script {script.target}: nothing sets its layout from outside that memplan knows",
             expected="a TARGET that makes the module, which is sharded here; torchtitan.train; or a script of "
             "Accelerate or a Trainer, whose layout its launcher sets",
             do="Only its micro-batch and world can vary: the largest micro-batch by memplan largest --world "
-            f"{world} --device CARD --script {script.place}, what a rank takes by memplan run --world {world} "
-            f"--rank all --device CARD --batch N {script.place}",
+            f"{world} --device CARD --script {script.target}, what a rank takes by memplan run --world {world} "
+            f"--rank all --device CARD --batch N {script.target}",
         )
     if request.device is None or request.device == HOST:
         raise InputError(f"device {request.device}", expected="a card, which a rank has to itself", do="Name one: h100")

@@ -173,6 +173,7 @@ class StepOfOptions:
     def __init__(self, arguments: StepArguments) -> None:
         self._arguments = arguments
         self._build = describe(arguments).build()
+        """Builds the step that the arguments describe."""
 
     def __call__(self) -> Step:
         """Build the step."""

@@ -20,8 +20,8 @@ def show_on_cards(
     excluded: Mapping[str, Any], axis: str | None = None, most: int | None = None,
 ) -> int:  # fmt: skip
     """Report the memory of a step on each card of the catalogue, or the largest value of an axis that fits each card.
-    ``axis`` is "batch" or "sequence"; None: the step as it is. ``excluded`` are options that cannot be combined with
-    ``--device all``, with their values.
+    ``described(arguments)`` imports the target and describes the step. ``axis`` is "batch" or "sequence"; None: the
+    step as it is. ``excluded`` are options that cannot be combined with ``--device all``, with their values.
 
     Returns:
         The exit code: 1 if nothing fits any card.

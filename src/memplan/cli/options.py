@@ -176,6 +176,7 @@ class RankNumber(Whole):
     name = "rank"
 
     def __init__(self, *, takes_all: bool) -> None:
+        """``takes_all``: whether the text "all" is a value, too."""
         super().__init__(min=0)
         self._takes_all = takes_all
 
@@ -309,10 +310,10 @@ class Described:
 
 
 def _parse_assumption(text: str) -> tuple[str, float]:
-    """Parse ``FILE:LINE=SHARE`` into place and share."""
-    place, _, share = text.rpartition("=")
+    """Parse ``FILE:LINE=SHARE`` into ``FILE:LINE`` and the share."""
+    line, _, share = text.rpartition("=")
     try:
-        return place, float(share)
+        return line, float(share)
     except ValueError:
         raise UsageError(
             f"--assume {text}",
@@ -423,10 +424,10 @@ def _call_target(target: Target, arguments: Mapping[str, Any], options: StepOpti
         if isinstance(result, nn.Module):
             return result
         if not callable(result):
-            place = f" at {target.where}" if target.where else ""
+            location = f" at {target.where}" if target.where else ""
             kind = "None" if result is None else f"a value of type {type(result).__name__}"
             raise TargetError(
-                f"{target.text}{place} returned {kind}",
+                f"{target.text}{location} returned {kind}",
                 expected="a module, or a step: a callable without arguments that runs one training step",
                 do="Return one of these",
             )

@@ -76,7 +76,8 @@ class Outputs:
     def write(
         self, trace: Trace, explanation: Explanation, dumps: Callable[[], str], settings: str | None = None
     ) -> None:
-        """Write the step to each file."""
+        """Write the step to each file that was asked for. ``dumps()`` returns the JSON of the explanation; ``settings``
+        are those of the caching allocator."""
         if self.trace is not None:
             write(self.trace, trace.to_json())
         self.results.write(dumps)

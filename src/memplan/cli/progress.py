@@ -65,6 +65,7 @@ class _ForwardInfo(logging.Handler):
     """Passes INFO messages to ``show``. Warnings go where they would go without this handler."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
+        """``show(text)`` sets the message of the progress line."""
         super().__init__()
         self._show = show
 

@@ -59,13 +59,13 @@ def _replacement(command: str, option: str, value: str) -> tuple[list[str] | Non
         return ["--dry", "--device", value], True
     side = re.fullmatch(r"--([ab])-([a-z]+)", option) if command == "compare" else None
     if side is not None:  # --b-batch 8 is now --b batch=8
-        own = f"--{side[1]}"
+        side_option = f"--{side[1]}"
         if side[2] == "infer":
-            return [own, "no-train"], False
+            return [side_option, "no-train"], False
         if side[2] == "precision" and value in _PRECISIONS:  # in place of both options that the other side may have
             precision = dict(zip(_PRECISIONS[value][::2], _PRECISIONS[value][1::2], strict=True))
             pairs = (f"{name}={precision.get(f'--{name}', 'none')}" for name in ("autocast", "dtype"))
-            return [word for pair in pairs for word in (own, pair)], True
-        return [own, f"{side[2]}={value}"], True
+            return [word for pair in pairs for word in (side_option, pair)], True
+        return [side_option, f"{side[2]}={value}"], True
     new = _RENAMED.get(command, {}).get(option)
     return ([new, value], True) if new is not None and value else (None, False)

@@ -69,8 +69,8 @@ def run_roles(
     request: Request, run: Callable[[Request], RunResult], room: int | None, settings: str | None, outputs: Outputs,
     top: int,
 ) -> int:  # fmt: skip
-    """Record all ranks of a script, each in a process of its own, and return the exit code. ``room``: budget of the
-    host's memory in bytes."""
+    """Record all ranks of a script, each by ``run(request)`` in a process of its own, and return the exit code.
+    ``room``: budget of the host's memory in bytes."""
     from memplan.explanation.explain import explain_trace
     from memplan.reports import run as reports
     from memplan.studies.roles.roles import find_roles
@@ -86,8 +86,8 @@ def run_roles(
         request.world or 1, title=request.command.name,
     )  # fmt: skip
     fullest = roles.fullest
-    of = ran[next(rank for rank in roles.recorded if rank in fullest.ranks)]
-    return _show(roles, outputs, top, reports.report(str(of.command), of.facts, fullest.explanation, top))
+    shown = ran[next(rank for rank in roles.recorded if rank in fullest.ranks)]
+    return _show(roles, outputs, top, reports.report(str(shown.command), shown.facts, fullest.explanation, top))
 
 
 def _show(roles: Roles, outputs: Outputs, top: int, fullest: Document | None = None) -> int:

@@ -155,10 +155,10 @@ def _parse_layers(text: str) -> tuple[str, Values]:
     """Parse ``LAYERS.NAME=VALUES`` into the axis's name and its values."""
     from memplan.studies.axes.ranges import values_of
 
-    place, equals, values = text.partition("=")
-    pattern, dot, attribute = place.strip().rpartition(".")
+    name, equals, values = text.partition("=")
+    pattern, dot, attribute = name.strip().rpartition(".")
     if not equals or not dot or not attribute.isidentifier():
         raise InputError(
             f"--set {text!r}", expected="--set LAYERS.NAME=VALUES, as in encoder.*.kernel_size=3,5", do="Write it so"
         )
-    return f"{pattern}.{attribute}", values_of(values, f"--set {place.strip()}")
+    return f"{pattern}.{attribute}", values_of(values, f"--set {name.strip()}")

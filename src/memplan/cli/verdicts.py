@@ -25,9 +25,9 @@ def warn_of_branches(explanation: Explanation) -> int:
     branches = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
     if not branches:
         return 0
-    places = dict.fromkeys(assumption.where for assumption in branches if assumption.where)
+    lines = dict.fromkeys(assumption.where for assumption in branches if assumption.where)
     message = MemplanError(
-        f"a branch is decided by a value that a recording does not have, at {', '.join(places) or 'an unknown line'}",
+        f"a branch is decided by a value that a recording does not have, at {', '.join(lines) or 'an unknown line'}",
         expected="a step whose path follows from shapes; what is shown is one of its paths",
         do=MEASURE,
     )

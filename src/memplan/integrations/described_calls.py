@@ -55,7 +55,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def optimizer_factory(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return a function that takes parameters and creates an optimizer of this class with these options."""
+    """Return a function that takes parameters and creates an optimizer of the class ``kind`` with these options."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return kind(parameters, **options)

@@ -126,6 +126,7 @@ class _ReturnedTrace(BaseException):
     """Leaves the recording with the Trace that the test returned, which needs none. `_build` raises it."""
 
     def __init__(self, trace: Any) -> None:
+        """``trace``: what the test returned."""
         super().__init__()
         self.trace = trace
 

@@ -62,7 +62,7 @@ def run_here(request: Request, warn: Callable[[str], None] = lambda _: None) -> 
     printed = io.StringIO()
     with (
         mock.patch.dict(os.environ),
-        mock.patch.object(sys, "argv", [request.command.place]),
+        mock.patch.object(sys, "argv", [request.command.target]),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):

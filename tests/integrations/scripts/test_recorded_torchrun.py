@@ -113,7 +113,7 @@ def test_what_a_library_shards_is_what_it_takes_on_an_emulated_card(
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
     code = (
         f"sys.path.insert(0, {str(TESTS)!r})\nfrom truth.fake_rank import peaks_of_updates\n"
-        f"print('peaks', *peaks_of_updates({command.place!r}, 4))"
+        f"print('peaks', *peaks_of_updates({command.target!r}, 4))"
     )
     printed = re.search(r"^peaks (\d+) (\d+)$", run_there(code, tmp_path), re.MULTILINE)
     assert printed is not None
@@ -130,7 +130,7 @@ def test_a_rank_is_what_it_is_among_real_ranks(name: str, tmp_path: Path, monkey
     path = os.pathsep.join(map(str, (TESTS, TESTS.parent / "src")))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-         str(TESTS / "truth" / "gloo_rank.py"), command.place],
+         str(TESTS / "truth" / "gloo_rank.py"), command.target],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     real = {int(rank): int(peak) for rank, peak in re.findall(r"^peak (\d) (\d+)", done.stdout, re.MULTILINE)}

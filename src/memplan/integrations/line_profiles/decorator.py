@@ -81,6 +81,7 @@ class Profiled:
     """A function that is profiled line by line whenever it is called."""
 
     def __init__(self, function: Any, code: CodeType, device: str | None, seconds: float) -> None:
+        """``code``: of the function, whose lines are profiled; ``device``, ``seconds``: as for `profile`."""
         functools.update_wrapper(self, function)
         self.__qualname__: str = function.__qualname__
         self._function = function
@@ -240,15 +241,16 @@ def _predict(function: Any, args: Any, kwargs: Any, device: str) -> Sequence[Lin
     from memplan.integrations.line_profiles.namespace import FakeNamespace
 
     def run(arguments: Any) -> Any:
+        """Call the function with fake copies of its arguments, as a step of the recording."""
         start_watch()
         fake_args, fake_kwargs = arguments
         return function(*fake_args, **fake_kwargs)
 
-    plain = inspect.unwrap(function)
-    namespace = FakeNamespace(plain.__globals__, [plain.__code__], plain.__closure__ or (), (args, kwargs))
+    inner = inspect.unwrap(function)
+    namespace = FakeNamespace(inner.__globals__, [inner.__code__], inner.__closure__ or (), (args, kwargs))
     try:
         trace = namespace.record(run, device)
     except MemplanError as error:
-        print(f"memplan: {plain.__qualname__} is not predicted for {device}: {error}", file=sys.stderr)
+        print(f"memplan: {inner.__qualname__} is not predicted for {device}: {error}", file=sys.stderr)
         return ()
     return explain_trace(trace).lines

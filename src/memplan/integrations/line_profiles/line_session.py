@@ -76,20 +76,24 @@ class Session:
     next line, because the profiler's record grows with each op."""
 
     def __init__(self, seconds: float = float("inf")) -> None:
+        """``seconds``: CPU time of the thread after which the session stops at the next line."""
         self._seconds = seconds
         self._began = 0.0
         """Seconds of the thread's CPU time at `begin`."""
         self._stack = ExitStack()
+        """What is exited when the session stops."""
         self._profile: Any = None
         """torch's profiler, which records the allocations on the host."""
         self._watch: LineWatch | None = None
         """Records which lines run."""
         self._resident = _ResidentStorages()
+        """Storages on the host that were allocated before the session."""
         self._card: _Card | None = None
         """None without a card that the process uses."""
         self.thread = 0
         """Id of the measured thread; 0 before `begin`."""
         self.is_on = False
+        """Whether it measures."""
         self.took = 0.0
         """CPU seconds from `begin` to `end`, with the search for resident storages and the reading of the record."""
 
@@ -105,7 +109,7 @@ class Session:
         self.thread, self.is_on = threading.get_ident(), True
 
     def _on_line(self) -> None:
-        """Called when a line begins: note the position in the card's history, and stop after the time limit."""
+        """Called when a line begins: note how long the card's history is, and stop after the time limit."""
         if self._card is not None:
             self._card.mark()
         if self.is_on and time.thread_time() > self._began + self._seconds:
@@ -142,6 +146,7 @@ class _NotifyingClock(LineClock):
     """A clock of lines that calls back at every tick."""
 
     def __init__(self, ticked: Callable[[], None]) -> None:
+        """``ticked`` is called at every tick."""
         super().__init__()
         self._on_tick = ticked
 
@@ -214,7 +219,7 @@ class _Card:
         self.events: list[_torch.HistoryEvent] = []
         """Allocations and frees during the session, once it is closed."""
         self._marks: list[int] = []
-        """By tick of the line clock: how many of these events came before."""
+        """By tick of the line clock, which ticks when a line begins: how many of these events came before."""
         self._first_event = _event_count()
         """How many allocations and frees came before the session."""
         _torch.record_history(stacks=False)
@@ -222,7 +227,7 @@ class _Card:
         """Entries of torch's history that are from before the session."""
 
     def mark(self) -> None:
-        """Record the position in the history for this tick of the line clock."""
+        """Record how many events came before this tick of the line clock."""
         self._marks.append(_event_count() - self._first_event)
 
     def close(self) -> None:

@@ -40,15 +40,17 @@ class FakeNamespace:
         cells: Sequence[CellType] = (),
         arguments: Any = None,
     ) -> None:
+        """``namespace``: the globals of a call; ``codes``: code that it runs; ``cells``: of the function's closure."""
         self._namespace = namespace
         self._global_names = sorted(_global_names(codes, namespace))
+        """The globals that the code names, to be copied."""
         self._cells = [cell for cell in cells if _has_content(cell)]
-        """Those that are not empty."""
+        """Cells of the closure that are not empty."""
         self._arguments = arguments
         self._globals = dict(namespace)
-        """The globals before, to restore them."""
+        """The globals before the recording, to restore them."""
         self._contents = [cell.cell_contents for cell in self._cells]
-        """What the cells held before."""
+        """Contents of the cells before the recording, likewise."""
 
     def record(self, call: Callable[[Any], object], device: str | None) -> Trace:
         """Record a call; the copies of tensors, modules and optimizers count as allocated before it. The call takes the
@@ -73,7 +75,8 @@ class FakeNamespace:
         return dataclasses.replace(trace, notes=(*trace.notes, note))
 
     def _substitute(self, call: Callable[[Any], object]) -> Callable[[], object]:
-        """Put the copies in place, and return the step to record."""
+        """Replace globals and closure by copies, and return the step to record: ``call(arguments)``, with copies of the
+        arguments."""
         self._restore()
         memo: dict[int, Any] = {}
         with _tensors_copied_as_fakes():
@@ -141,13 +144,14 @@ def _tensors_copied_as_fakes() -> AbstractContextManager[object]:
     """Within this context `copy.deepcopy` copies tensors without values: same shape, strides, dtype and gradient."""
 
     def fake_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a fake copy of a tensor, as ``__deepcopy__``; ``memo`` has the copies so far by id()."""
         if isinstance(tensor, _torch.FakeTensor):
             return tensor
         if id(tensor) in memo:
             return memo[id(tensor)]
         with _torch.no_modes():
-            plain = tensor.detach()
-        fake = like(plain)
+            detached = tensor.detach()
+        fake = like(detached)
         fake = fake.to("cuda") if tensor.is_cuda else fake
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, tensor.requires_grad)

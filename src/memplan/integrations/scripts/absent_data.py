@@ -30,7 +30,8 @@ def absent_data(on_failure: Callable[[str], None]) -> Iterator[None]:
 
 
 def _tolerant(constructor: Callable[..., None], on_failure: Callable[[str], None]) -> Callable[..., None]:
-    """Return a data set's constructor that does not raise; where it fails, the data set gets a length instead."""
+    """Return a data set's constructor that does not raise. Where it fails, the data set gets a length instead, and
+    ``on_failure`` is called with the name of its class."""
 
     def initialize(dataset: Any, *args: Any, **kwargs: Any) -> None:
         try:

@@ -40,14 +40,16 @@ class Checkpoints:
     def __init__(
         self, effects: Effects, *, values: bool, writes: bool, before: Callable[[Literal["save", "load"]], None]
     ) -> None:
+        """``values``: whether tensors have values to save and load; ``writes``: whether saving to a path writes a file;
+        ``before``: called with the kind before each save and load."""
         self._effects = effects
         self._before = before
         self._has_values = values
         self._writes_paths = writes
         self._saved: list[Any] = []
-        """Saved objects, with shapes for tensors; the text in a file has the index here."""
+        """Saved objects, with shapes for tensors; the text that a file contains instead has the index here."""
         self._by_path: dict[str, bytes] = {}
-        """Texts of paths that were not written."""
+        """By path that a save was not to write: the text that its file would contain."""
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -105,8 +107,8 @@ class Checkpoints:
         number = int(text[len(MARK) : _LENGTH])
         return number if number < len(self._saved) else None
 
-    def _saver(self, plain: Callable[..., None]) -> Callable[..., None]:
-        """Return a replacement for ``plain``, a function that saves an object to a path or an open file.
+    def _saver(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Return a replacement for ``original``, a function that saves an object to a path or an open file.
 
         It notes the path of the checkpoint. Tensors with values are saved as usual, else a text of `_store` is.
         """
@@ -118,7 +120,7 @@ class Checkpoints:
             if is_path or hasattr(f, "name"):
                 self._effects.note("checkpoint", path)
             if self._has_values:
-                return plain(obj, f, *args, **kwargs)
+                return original(obj, f, *args, **kwargs)
             text = self._store(obj)
             if not is_path:
                 f.write(text)
@@ -130,32 +132,32 @@ class Checkpoints:
 
         return save
 
-    def _loader(self, plain: Callable[..., Any], *, is_recorded: bool = False) -> Callable[..., Any]:
-        """Return a replacement for ``plain``, a function that loads a checkpoint from a path or an open file.
+    def _loader(self, original: Callable[..., Any], *, is_recorded: bool = False) -> Callable[..., Any]:
+        """Return a replacement for ``original``, a function that loads a checkpoint from a path or an open file.
 
-        Texts of `_store` and real files are both loaded as tensors of the recording. ``is_recorded``: ``plain`` itself
-        loads a real file so, as `torch.load` does during a recording.
+        Texts of `_store` and real files are both loaded as tensors of the recording. ``is_recorded``: ``original``
+        itself loads a real file so, as `torch.load` does during a recording.
         """
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._before("load")
             if self._has_values:
-                return plain(f, map_location, *args, **kwargs)
-            stored = self._load_stored(self._read_mark(f), map_location)
+                return original(f, map_location, *args, **kwargs)
+            stored = self._load_stored(self._first_bytes(f), map_location)
             if stored is not None:
                 return stored
             if is_recorded:
-                return plain(f, map_location, *args, **kwargs)
+                return original(f, map_location, *args, **kwargs)
             with _torch.no_modes():
-                loaded = plain(f, "cpu", *args, **kwargs)
+                loaded = original(f, "cpu", *args, **kwargs)
             return as_recorded(loaded, map_location)
 
         return load
 
-    def _read_mark(self, f: Any) -> bytes:
+    def _first_bytes(self, f: Any) -> bytes:
         """Return the first bytes of a path or open file, enough for a text of `_store`; b"" if it cannot be read.
 
-        An open file keeps its position.
+        An open file is left at its position.
         """
         if isinstance(f, (str, os.PathLike)):
             path = os.path.abspath(os.fsdecode(f))
@@ -172,16 +174,16 @@ class Checkpoints:
             return b""
         return text if isinstance(text, bytes) else b""
 
-    def _loader_of_bytes(self, plain: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Return a replacement for ``plain``, which loads bytes, that also reads texts of `_store`."""
+    def _loader_of_bytes(self, original: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        """Return a replacement for ``original``, which loads bytes, that also reads texts of `_store`."""
 
         def load(data: bytes) -> Any:
             stored = None if self._has_values else self._load_stored(data, "cpu")
-            return plain(data) if stored is None else stored
+            return original(data) if stored is None else stored
 
         return load
 
-    def _opener(self, plain: Any, names: Mapping[torch.dtype, str]) -> type:
+    def _opener(self, original: Any, names: Mapping[torch.dtype, str]) -> type:
         """Return a replacement for the class ``safetensors.safe_open`` that opens checkpoints of this recording.
 
         It opens a sparse file with the saved header. The tensors' bytes are zeros, which a recording does not read.
@@ -192,15 +194,15 @@ class Checkpoints:
         class safe_open:  # its name in safetensors
             def __new__(cls, filename: Any, *args: Any, **kwargs: Any) -> Any:
                 self._before("load")
-                number = self._number_of(self._read_mark(filename))
+                number = self._number_of(self._first_bytes(filename))
                 if number is None:
-                    return plain(filename, *args, **kwargs)
+                    return original(filename, *args, **kwargs)
                 file = os.memfd_create("checkpoint")
                 try:
                     header, data = _header(self._saved[number], names)
                     os.write(file, header)
                     os.truncate(file, len(header) + data)
-                    return plain(f"/proc/self/fd/{file}", *args, **kwargs)
+                    return original(f"/proc/self/fd/{file}", *args, **kwargs)
                 finally:
                     os.close(file)
 

@@ -39,7 +39,7 @@ def answer(text: str) -> NoReturn:
     os.close(null_device)
     if TRACEBACK is not None:
         faulthandler.register(TRACEBACK, file=_ERRORS, all_threads=True)
-    sys.argv = [request.command.place]
+    sys.argv = [request.command.target]
     if request.contribute is not None:
         request = replace(request, contribute=os.path.join(setting.temporary, "contributed.json"))
     # opened now, as the script may close descriptors or change its working folder
@@ -48,6 +48,7 @@ def answer(text: str) -> NoReturn:
     view = _protect(request, setting)
 
     def give_up(error: MemplanError) -> NoReturn:
+        """Answer with an error, and end."""
         _write(channel, text_of_error(error))
         _end()
 

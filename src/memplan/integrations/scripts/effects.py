@@ -30,9 +30,10 @@ class Effects:
     """The effects of a run of a script. ``script`` is the folder of the script's own code."""
 
     def __init__(self, script: str) -> None:
+        """``script``: folder of the script's code."""
         self._script = script
         self._rows: dict[tuple[HeldKind, str, str | None], int] = {}
-        """Checkpoints, connections and programs, with how often."""
+        """(kind, what, ``file:line``) of checkpoints, connections and programs -> how often."""
         self._lines: dict[str, str | None] = {}
         """Path of a file that was changed -> the first line that did so."""
 

@@ -31,6 +31,7 @@ def library_imports_unrecorded(folder: str) -> Iterator[None]:
         return isinstance(file, str) and os.path.realpath(file).startswith(root) and "-packages" not in file
 
     def execute_unrecorded(loader: Any, module: ModuleType) -> None:
+        """Run a module's code as the import system does, a library's outside of the recording."""
         if is_own(loader.path):
             return execute(loader, module)
         with _torch.no_modes():

@@ -46,9 +46,9 @@ def launcher_of(command: Command) -> Launcher | None:
     """Return what sets a script's layout from outside: flags of torchtitan, or variables of Accelerate. None for other
     scripts, and for those that shard their model themselves."""
     if command.is_module:
-        return Torchtitan() if re.fullmatch(r"torchtitan(\.\w+)*\.train", command.place) else None
+        return Torchtitan() if re.fullmatch(r"torchtitan(\.\w+)*\.train", command.target) else None
     try:
-        text = Path(command.place).read_text(encoding="utf-8")
+        text = Path(command.target).read_text(encoding="utf-8")
         nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     except (OSError, ValueError, SyntaxError):
         return None

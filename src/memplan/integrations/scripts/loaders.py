@@ -73,16 +73,23 @@ class Loaders:
         most: int | None = None, multiple: int = 1, repeats: bool = False,
     ) -> None:  # fmt: skip
         self._rules = rules
+        """Which batches to replace, and their size."""
         self._has_values = really
+        """Whether tensors have values."""
         self._folder = folder
+        """Folder of the script's code."""
         self._idle_limit = idle_limit
+        """Most batches from a loader on which no model is trained; None: no limit."""
         self._watcher = watcher
         self._most, self._multiple = most, multiple
+        """Length to which loaders are shortened (None: not at all), and what divides the number of omitted batches."""
         self._repeats = repeats
+        """Whether later batches of a loader only have the shapes of its second batch, without loading data."""
         self._loader_numbers = ObjectNumbers()
+        """Numbers of the loaders."""
         self._seen_shapes: dict[int, Any] = {}
         """Number of a loader -> shapes of its second batch."""
-        self._plain_length = DataLoader.__len__
+        self._original_length = DataLoader.__len__
         """torch's own method, which `hooked` replaces."""
         self._seen: list[_Progress] = []
         """Of all iterators over loaders, in order."""
@@ -119,7 +126,7 @@ class Loaders:
             return batches
 
         def shortened_length(loader: Any) -> int:
-            length = self._plain_length(loader)
+            length = self._original_length(loader)
             if self._most is None:
                 return length
             schedule.bring_forward()
@@ -141,7 +148,7 @@ class Loaders:
     def length(self, loader: Any) -> int | None:
         """Return the number of batches of a loader before it is shortened; None if its length raises any error."""
         try:
-            return self._plain_length(loader) if isinstance(loader, DataLoader) else len(loader)
+            return self._original_length(loader) if isinstance(loader, DataLoader) else len(loader)
         except Exception:
             return None
 
@@ -223,6 +230,7 @@ class _Progress:
     length: int | None = None
     """Number of batches of the whole loader at the first batch; None if unknown."""
     ended_early: bool = False
+    """Whether it was ended before the loader was exhausted."""
 
     def summary(self) -> Batch:
         """Return the record of the loader's first batch."""
@@ -239,11 +247,13 @@ class Batches:
     """
 
     def __init__(self, loaders: Loaders, loader: Any, iterator: Any, where: str | None) -> None:
+        """``iterator``: the loader's own, None if described batches replace it. ``where``: the line that iterates."""
         self._loaders = loaders
         self.loader = loader
         self.iterator = iterator
         self.where = where
         self.progress = _Progress(where, described=iterator is None)
+        """How many batches it has yielded, and what they were."""
 
     def __iter__(self) -> Batches:
         return self

@@ -77,17 +77,19 @@ class CallWatch:
     """
 
     def __init__(self, folder: str, tick: Callable[[], int], fits: Callable[[nn.Module], None] | None = None) -> None:
+        """``folder``: of the script's code. ``tick()`` returns the present tick of the trace. ``fits(model)`` is called
+        before the first training call of a script that is to run with a plan; None: without a plan."""
         self._folder, self._tick, self._fits = folder, tick, fits
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        """That of the plan."""
+        """The optimizer of the plan; None before its first update."""
         self._update = 0
         """Tick at which the update that runs began."""
         self._running = False
         """Whether the model of the first training call runs."""
         self.call: ModelCall | None = None
-        """None before the first training call."""
+        """The first training call of a model; None before it."""
         self._inside = False
-        """Whether the first layer of that call was called."""
+        """Whether a layer of the model was called in that call."""
         self._optimizer_statement: _OptimizerStatement | None = None
         """Construction of the latest optimizer."""
 
@@ -95,12 +97,12 @@ class CallWatch:
     def watching(self, is_outermost: Callable[[], bool]) -> Iterator[None]:
         """Within this context, find the first training call, and note the ticks of each later call of that model.
         ``is_outermost`` returns whether no module runs."""
-        plain = nn.Module.__call__
+        original = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """Call a module. Store the first training call, and the ticks of each call of its model with gradients."""
             if is_suspended():  # a call by memplan itself
-                return plain(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             if self.call is None:
                 if is_outermost() and _trains(module):
                     self._store_first_call(module, args, kwargs)
@@ -111,11 +113,11 @@ class CallWatch:
                 self.call.autocast = _autocast(self.call.module)
             call = self.call
             if call is None or module is not call.module or self._running or not torch.is_grad_enabled():
-                return plain(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             begin, self._running = self._tick(), True  # a call within the model's own call is none of its own
             call.calls.start_with_gradients |= any(p.requires_grad and p.grad is not None for p in module.parameters())
             try:
-                return plain(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             finally:
                 self._running = False
                 call.calls.calls.append(Span(begin, self._tick()))
@@ -146,9 +148,9 @@ class CallWatch:
         if call is None:
             return
         if call.optimizer is None:
-            own = {id(parameter) for parameter in call.module.parameters()}
+            of_model = {id(parameter) for parameter in call.module.parameters()}
             updated = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-            if updated and own.issuperset(updated):
+            if updated and of_model.issuperset(updated):
                 call.optimizer, call.options = type(optimizer), options_of(optimizer)
                 self._optimizer = weakref.ref(optimizer)
         if self._optimizer is not None and self._optimizer() is optimizer:
@@ -161,7 +163,7 @@ class CallWatch:
             call.inputs = tuple(specs_of(value) for value in args)
             call.kwargs = {name: specs_of(value) for name, value in kwargs.items()}
             with recording_suspended():
-                output_kinds(module, call_of(args, kwargs))
+                output_kinds(module, call_of(args, kwargs))  # raises for a call that cannot be planned
         except Unknown as error:
             call.unknown = str(error)
         except MemplanError as error:
@@ -181,8 +183,9 @@ class CallWatch:
         """Yield the frames of the script's own code outside of its models, the innermost first."""
         for frame in callers():
             file = frame.f_code.co_filename
-            own = os.path.abspath(file).startswith(self._folder + os.sep) and "-packages" not in file
-            if own and not file.startswith("<") and not isinstance(local_variables(frame).get("self"), nn.Module):
+            is_scripts = os.path.abspath(file).startswith(self._folder + os.sep) and "-packages" not in file
+            in_model = isinstance(local_variables(frame).get("self"), nn.Module)
+            if is_scripts and not file.startswith("<") and not in_model:
                 yield frame
 
 

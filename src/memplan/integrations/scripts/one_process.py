@@ -29,6 +29,7 @@ class _Executor(concurrent.futures.ThreadPoolExecutor):
         self, max_workers: int | None = None, mp_context: Any = None, initializer: Any = None, initargs: Any = (),
         **_: Any,
     ) -> None:  # fmt: skip
+        """Create a pool of a single thread, whatever ``max_workers`` is."""
         super().__init__(1, initializer=initializer, initargs=initargs)
 
 
@@ -56,6 +57,7 @@ def in_one_process(folder: str, *, values: bool, world: int | None = None, rank:
     def pool_of_one_thread(
         pool: Any, processes: int | None = None, initializer: Any = None, initargs: Any = (), *_: Any, **__: Any
     ) -> None:
+        """Create a pool of processes as a single thread; a pool of threads as it is."""
         threads = isinstance(pool, multiprocessing.pool.ThreadPool)
         make_pool(pool, processes if threads else 1, initializer, initargs)
 

@@ -39,13 +39,15 @@ class PhasedRun(ScriptRun):
     ) -> None:
         super().__init__(request, steps, boundaries, give_up)
         self._folder = request.command.folder
-        """Of the script's own code."""
+        """Folder of the script's code."""
         self._to_the_end = request.batches is None
+        """Whether the script runs to its end, also in an endless loop."""
         self._parts: list[RunPart] = []
         """Parts that have ended."""
         self._part = RunPart()
         """The part that runs."""
         self._data_sets = ObjectNumbers()
+        """Numbers of the data sets."""
         self._passes: dict[int, int] = {}
         """Number of a data set -> passes over it in which a model was trained."""
         self._pass_trains = False

@@ -76,7 +76,7 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
         excess = _bytes_above_bound(fitting, script, call, options, len(trace.steps))
         if excess is None or excess <= 0:
             return fitting
-        fitting = replace(fitting, beside=fitting.beside + excess)
+        fitting = replace(fitting, beside=fitting.beside + excess)  # less is left for the model in the next round
     raise RecordingError(
         f"{title} takes more with each of {_ROUNDS} plans than their bounds",
         expected="a script that holds beside the model what it holds without a plan",

@@ -207,6 +207,8 @@ class _Tail:
     ``copy`` as well; at most ``limit`` bytes are stored."""
 
     def __init__(self, stream: IO[bytes], copy: IO[bytes] | None, limit: int = _TAIL_BYTES) -> None:
+        """Start to read ``stream``, in a thread. All of it is written to ``copy``, too, if that is not None; its last
+        ``limit`` bytes are stored."""
         self._stream, self._copy, self._limit = stream, copy, limit
         self._blocks: deque[bytes] = deque()
         """Blocks of bytes with the end of the stream."""
@@ -217,6 +219,7 @@ class _Tail:
         self._unfinished = b""
         """First character of the last line, which has no end yet; b"" while it is blank."""
         self._reader = threading.Thread(target=self._read, daemon=True)
+        """Reads the stream to its end."""
         self._reader.start()
 
     @property

@@ -123,9 +123,9 @@ def _first_pass(parts: Sequence[RunPart]) -> list[RunPart]:
     """Return the parts of the first pass over the training data, without phases that interrupt it; [] if there is no
     training with a loader."""
     loader = next((part.loader for part in parts if part.trains and part.loader is not None), None)
-    own = [part for part in parts if loader is not None and part.loader == loader]
-    last = next((number for number, part in enumerate(own) if part.exhausted), len(own))
-    return own[: last + 1]
+    of_loader = [part for part in parts if loader is not None and part.loader == loader]
+    last = next((number for number, part in enumerate(of_loader) if part.exhausted), len(of_loader))
+    return of_loader[: last + 1]
 
 
 def _accumulated(parts: Sequence[RunPart], updates: Sequence[int]) -> int:
@@ -185,8 +185,8 @@ class _ScriptOfBatch(Programs):
 
     def __init__(self, request: Request, view: View, give_up: GiveUp) -> None:
         self._request, self._view, self._give_up = request, view, give_up
-        self.__qualname__ = request.command.name
-        self.__signature__ = inspect.signature(lambda batch: None)
+        self.__qualname__ = request.command.name  # its name in messages
+        self.__signature__ = inspect.signature(lambda batch: None)  # the search looks for an argument of this name
 
     def __call__(self) -> None:
         """Do nothing: a subject of a search has to be callable, and its parameters are those of `program`."""

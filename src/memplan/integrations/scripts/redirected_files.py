@@ -44,7 +44,9 @@ class RedirectedFiles:
 
     def __init__(self, folder: str, note: Note) -> None:
         self._folder = os.path.realpath(folder)
+        """Folder of the shadows: files that the script writes, each below its absolute path."""
         self._note = note
+        """Called with the path of each file that is written for the first time, removed or renamed."""
         self._removed: set[str] = set()
         """Real paths of files and folders that the script has removed."""
 
@@ -147,31 +149,31 @@ class RedirectedFiles:
             raise _error(errno.ENOTDIR if _exists_at(path_now) else errno.ENOENT, real)
         os.makedirs(os.path.dirname(shadow), exist_ok=True)
 
-    def _opener(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _opener(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for `open`."""
 
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if not set(mode) & set("wax+"):
-                return plain(self._path_to_open(file), mode, *args, **kwargs)
+                return original(self._path_to_open(file), mode, *args, **kwargs)
             if "x" in mode and self._exists(file):
                 raise _error(errno.EEXIST, file)
             if "r" in mode and not self._exists(file):  # raises that there is no such file
-                return plain(self.path_to_read(file), mode, *args, **kwargs)
-            return plain(self.path_to_write(file, copy="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
+                return original(self.path_to_read(file), mode, *args, **kwargs)
+            return original(self.path_to_write(file, copy="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
 
         return opened
 
-    def _descriptor_opener(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _descriptor_opener(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for `os.open`."""
 
         def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             if dir_fd is not None or not flags & _WRITES:
-                return plain(path if dir_fd is not None else self._path_to_open(path), flags, mode, dir_fd=dir_fd)
+                return original(path if dir_fd is not None else self._path_to_open(path), flags, mode, dir_fd=dir_fd)
             if flags & os.O_CREAT and flags & os.O_EXCL and self._exists(path):
                 raise _error(errno.EEXIST, path)
             if flags & os.O_TRUNC and self._exists(path):  # the shadow is new: its content is not copied
                 flags |= os.O_CREAT
-            return plain(self.path_to_write(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
+            return original(self.path_to_write(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
 
         return opened
 
@@ -179,32 +181,32 @@ class RedirectedFiles:
         """Return whether the script sees a file at this path."""
         return _exists_at(self.path_to_read(path))
 
-    def _reader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _reader(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for a function of `os` that reads, such as `os.stat`."""
 
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
             path_now = path if kwargs.get("dir_fd") is not None else self.path_to_read(path)
-            return plain(path_now, *args, **kwargs)
+            return original(path_now, *args, **kwargs)
 
         return read
 
-    def _lister(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _lister(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for `os.listdir` or `os.scandir` that merges the real folder and its shadow."""
 
         def listed(path: Any = ".") -> Any:
             real = self._absolute(path)
             if real is None:
-                return plain(path)
+                return original(path)
             has_shadow = _is_folder(self._shadow(real)) and _is_folder(os.fspath(self.path_to_read(real)))
             if has_shadow:
-                entries = list(plain(self._shadow(real)))
+                entries = list(original(self._shadow(real)))
                 names = set(map(_entry_name, entries))
                 if _is_folder(real) and not self._is_removed(real):
-                    remaining = self._not_removed(plain(real), real)
+                    remaining = self._not_removed(original(real), real)
                     entries += [entry for entry in remaining if _entry_name(entry) not in names]
             else:
-                entries = self._not_removed(plain(self.path_to_read(path)), real)
-            return entries if plain is _listdir else _Entries(entries)
+                entries = self._not_removed(original(self.path_to_read(path)), real)
+            return entries if original is _listdir else _Entries(entries)
 
         return listed
 
@@ -225,41 +227,41 @@ class RedirectedFiles:
         folder, root = working_folder(), self._shadow("")
         return folder[len(root) :] if folder.startswith(root + os.sep) else folder
 
-    def _changer(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _changer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for a function that changes a file, such as `os.chmod`."""
 
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self.path_to_write(path, copy=True), *args, **kwargs)
+            return original(self.path_to_write(path, copy=True), *args, **kwargs)
 
         return changed
 
-    def _mkdir(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _mkdir(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for `os.mkdir`."""
 
         def make_folder(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
             real = None if dir_fd is not None else self._absolute(path)
             if real is None:
-                return plain(path, mode, dir_fd=dir_fd)
+                return original(path, mode, dir_fd=dir_fd)
             if self._exists(path):
                 raise _error(errno.EEXIST, path)
             self._make_parents(real, self._shadow(real))
             self._note(real + os.sep)
-            return plain(self._shadow(real), mode)
+            return original(self._shadow(real), mode)
 
         return make_folder
 
-    def _remover(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _remover(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for `os.remove` or `os.rmdir`: real files are only remembered as removed."""
 
         def removed(path: Any, *args: Any, dir_fd: int | None = None) -> None:
             real = None if dir_fd is not None else self._absolute(path)
             if real is None:
-                return plain(path, *args, dir_fd=dir_fd)
+                return original(path, *args, dir_fd=dir_fd)
             if not self._exists(path):
-                return plain(self.path_to_read(path), *args)
-            self._check_removal(real, folder=plain is _rmdir)
+                return original(self.path_to_read(path), *args)
+            self._check_removal(real, folder=original is _rmdir)
             if _exists_at(self._shadow(real)):
-                plain(self._shadow(real))
+                original(self._shadow(real))
             if _exists_at(real) and not self._is_removed(real):
                 self._note(real, removed=True)
                 self._removed.add(real)
@@ -284,21 +286,21 @@ class RedirectedFiles:
             self._note(real, removed=True)
             self._removed.add(real)
 
-    def _mover(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _mover(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for `os.rename` or `os.replace`: the source's shadow moves, and the real source then
         counts as removed."""
 
         def moved(source: Any, target: Any, **kwargs: Any) -> None:
             real = self._absolute(source)
             if real is None and self._absolute(target) is None:
-                return plain(source, target, **kwargs)
+                return original(source, target, **kwargs)
             if not self._exists(source):
-                return plain(self.path_to_read(source), target, **kwargs)
+                return original(self.path_to_read(source), target, **kwargs)
             if _is_folder(os.fspath(self.path_to_read(source))) and real is not None:
                 self._copy_folder(real)  # a shadow holds only what the script has written
             if real is not None and real == self._absolute(target):
                 return
-            plain(self.path_to_write(source, copy=True), self.path_to_write(target, copy=False))
+            original(self.path_to_write(source, copy=True), self.path_to_write(target, copy=False))
             if real is not None and _exists_at(real):
                 self._removed.add(real)
 
@@ -320,6 +322,7 @@ class _Entries:
 
     def __init__(self, entries: list[Any]) -> None:
         self._remaining = iter(entries)
+        """Entries that are not yielded yet."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._remaining
@@ -356,13 +359,14 @@ def _entry_name(entry: Any) -> str:
 def _exists_at(path: str) -> bool:
     """Return whether there is a file, a folder or a link at this path, without redirection."""
     try:
-        _lstat(path)
+        _lstat(path)  # raises if there is none
     except (OSError, ValueError):
         return False
     return True
 
 
 def _is_folder(path: str) -> bool:
+    """Return whether there is a folder, or a link to one, at this path, without redirection."""
     try:
         return stat.S_ISDIR(_stat(path).st_mode)
     except (OSError, ValueError):
@@ -370,6 +374,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _is_pipe(path: Any) -> bool:
+    """Return whether there is a named pipe at this path, without redirection."""
     try:
         return stat.S_ISFIFO(_stat(path).st_mode)
     except (OSError, ValueError):
@@ -377,6 +382,7 @@ def _is_pipe(path: Any) -> bool:
 
 
 def _is_file(path: str) -> bool:
+    """Return whether there is a regular file at this path, without redirection."""
     try:
         return stat.S_ISREG(_stat(path).st_mode)
     except (OSError, ValueError):

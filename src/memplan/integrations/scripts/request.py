@@ -83,6 +83,7 @@ class ScriptEnded(StepError):
     call it; ``said`` its output."""
 
     def __init__(self, name: str, code: int | str | None, said: str = "") -> None:
+        """``code``: argument of sys.exit, None if the script did not call it; ``said``: what it printed."""
         how = "" if code is None else f" with exit code {code}"
         super().__init__(
             f"{name} ended{how} before it called a model",

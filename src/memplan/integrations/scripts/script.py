@@ -41,7 +41,7 @@ class Script:
         self._began = time.monotonic()
         """Monotonic time of the start."""
         self._longest_run = 0.0
-        """Seconds."""
+        """Seconds of the longest run so far."""
         self._runs: list[tuple[int, Facts]] = []
         """Steps and facts of each run: runs differ in the branches that they take."""
         self.calls: list[ModelCall | None] = []

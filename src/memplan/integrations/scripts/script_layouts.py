@@ -81,11 +81,13 @@ class _Runs:
     """Runs of a script, each in a layout. ``links``: bytes a second within a machine, and to another."""
 
     def __init__(self, request: Request, card: Device, links: tuple[int, int], per_node: int) -> None:
+        """``links``: bytes a second between two cards of a machine, and to another machine; ``per_node``: cards of a
+        machine."""
         self._request, self._card, self._links, self._per_node = request, card, links, per_node
         self.errors: list[MemplanError] = []
         """Of the layouts that could not be recorded."""
         self.notes: tuple[str, ...] = ()
-        """Of the last run."""
+        """Notes of the last run."""
 
     def row(self, layout: Layout, launch: Launch, loader_batch: int | None) -> LayoutBytes:
         """Run the script in a layout, and return what its rank takes. ``loader_batch``: batch size to set in the

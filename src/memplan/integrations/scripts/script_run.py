@@ -49,7 +49,9 @@ class ScriptRun:
         self._boundaries = boundaries
         self._give_up = give_up
         self._deadline = time.monotonic() + request.limit
+        """Monotonic time after which the run ends at the next boundary."""
         self._loaders = self._make_loaders(request, steps)
+        """The script's loaders, whose batches are boundaries."""
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Number of updates of each live optimizer."""
         self._models: list[nn.Module] = []
@@ -70,15 +72,16 @@ class ScriptRun:
         self._times_stopped = 0
         """How often `_Over` was raised in the script's code."""
         self.calls = CallWatch(request.command.folder, lambda: boundaries.tick, request.fits)
-        self._keeps_call = request.plan is not None or request.fits is not None
-        """Whether `calls` keeps the first training call, for a plan."""
+        """Stores the first training call of a model, and the ticks of calls and updates."""
+        self._stores_call = request.plan is not None or request.fits is not None
+        """Whether `calls` is to do so, for a plan."""
 
     def _make_loaders(self, request: Request, steps: int) -> Loaders:
         """Return the script's loaders; one on which no model is trained may yield ``steps`` batches."""
         return Loaders(request.rules, steps, self, request.command.folder, really=request.really)
 
     def before_batch(self, batches: Batches) -> None:
-        """Called when a loader is asked for a batch, which is a boundary between steps."""
+        """Called before a loader returns a batch, which is a boundary between steps."""
         self._at_boundary()
 
     def after_last_batch(self, batches: Batches) -> None:
@@ -135,6 +138,7 @@ class ScriptRun:
         initialize = torch.optim.Optimizer.__init__
 
         def initialize_and_count(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            """Construct an optimizer, and count its updates from then on."""
             initialize(optimizer, *args, **kwargs)
             if is_suspended():  # memplan's own, with which it plans or proves a step
                 return
@@ -151,7 +155,7 @@ class ScriptRun:
                 stack.callback(handle.remove)
             stack.enter_context(_torch.patched(torch.optim.Optimizer, __init__=initialize_and_count))
             stack.enter_context(self._loaders.hooked())
-            if self._keeps_call:
+            if self._stores_call:
                 stack.enter_context(self.calls.watching(lambda: not self._running))
             yield
 

@@ -19,8 +19,9 @@ class TrainerSchedule:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
+        """Undoes the changes when it is exited."""
         self._changed: list[Any] = []
-        """Classes."""
+        """Classes that are changed already."""
 
     def bring_forward(self) -> None:
         """Evaluate and save soon where a trainer would after more updates or batches (``eval_steps``, ``save_steps``,

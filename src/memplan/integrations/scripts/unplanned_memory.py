@@ -112,6 +112,7 @@ class _PlannedMemory:
     model's layers in the trace."""
 
     def __init__(self, trace: Trace, layers: frozenset[str], calls: Calls) -> None:
+        """``layers``: names of the model's layers in the trace; ``calls``: ticks of its calls and of the updates."""
         self._trace, self._layers, self._calls = trace, layers, calls
         self._starts = [call.start for call in calls.calls]
         """Ticks at which the model's calls begin."""
@@ -124,8 +125,9 @@ class _PlannedMemory:
         self._forward = {op.index for op in trace.ops if op.phase == "forward" and self._in_call(op.start)}
         """Indices of the forward ops of the calls."""
         self._steps = self._step_spans()
+        """Begin and end of each step that a plan counts, in ticks."""
         self._step_starts = [step.start for step in self._steps]
-        """Ticks at which these spans begin."""
+        """Ticks at which these steps begin."""
 
     def is_counting(self, tick: int) -> bool:
         """Return whether a call, its backward pass or an update runs at a tick: only then a plan counts storages."""

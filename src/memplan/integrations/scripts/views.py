@@ -39,6 +39,8 @@ class OverlaidView(View):
     protects = True
 
     def __init__(self, control: int, own: tuple[str, ...]) -> None:
+        """``control``: socket to the supervisor, which mounts the overlays; ``own``: folders of memplan's files, whose
+        changes are not the script's."""
         self._control = control
         self.own = own
 
@@ -76,6 +78,7 @@ class RedirectedView(View):
     protects = True
 
     def __init__(self, folder: str) -> None:
+        """``folder``: gets the files that the script writes."""
         self._folder = folder
         self._changes: list[Change] = []
         """Files that were written or removed."""

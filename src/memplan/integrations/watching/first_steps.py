@@ -15,6 +15,7 @@ class FirstSteps:
 
     def __init__(self) -> None:
         self._profile = _torch.YieldingProfile()
+        """torch's profiler, unless another is active."""
         self._ends = list[int]()
         """Time at which each step ended, in ns."""
 
@@ -51,13 +52,13 @@ def peaks_of(
         live[entry.address] = entry.bytes
         freed_in.setdefault(step, []).append(entry.address)
     level = sum(live.values())
-    peaks, position = list[tuple[int, int]](), 0
+    peaks, index = list[tuple[int, int]](), 0  # index of the next event
     for number, end in enumerate(ends):
         for address in freed_in.get(number, ()):
             level -= live.pop(address, 0)
         peak = level
-        while position < len(events) and events[position].time <= end:
-            event, position = events[position], position + 1
+        while index < len(events) and events[index].time <= end:
+            event, index = events[index], index + 1
             if event.bytes > 0:
                 live[event.address] = event.bytes
                 level += event.bytes

@@ -29,6 +29,7 @@ class Follower:
     """Watches steps on one device: call `begin`, then `end_step` after each step, then `close`."""
 
     def __init__(self, subject: Subject, device: torch.device, say: Callable[[str], None]) -> None:
+        """``say(text)`` prints a message unless the watch is quiet."""
         self.subject = subject
         self.device = device
         self.steps = 0
@@ -36,13 +37,18 @@ class Follower:
         self.rows: deque[Row] = deque(maxlen=MAX_ROWS)
         """What each of the last steps allocated."""
         self.growths = list[Growth]()
+        """Steps whose peak rose above the prediction."""
         self.notes = list[str]()
+        """Notes for the user, as sentences."""
         self.prediction: Prediction | None = None
         """From the last window that could predict; None before."""
         self._leaks = list[DetectedLeak]()
+        """All leaks so far, also those that have ended."""
         self._say = say
         self._schedule = Schedule()
+        """Decides when a window is opened: a few steps whose ops are recorded."""
         self._counters = CardCounters(device) if device.type == "cuda" else HostCounters()
+        """Memory counters, read at each step's end."""
         self._first_steps: FirstSteps | None = None if device.type == "cuda" else FirstSteps()
         """Measures the first steps on the CPU; None once they are over, and on a card, which counts every step."""
         self._window: Window | None = None
@@ -183,8 +189,8 @@ class Follower:
 
     def _is_known(self, leak: Leak) -> bool:
         """Return whether a leak at the same line, layer and op was reported before and has not ended."""
-        place = leak.where, leak.layer, leak.op
-        return any(place == (known.where, known.layer, known.op) and known.ended is None for known in self.leaks)
+        origin = leak.where, leak.layer, leak.op
+        return any(origin == (known.where, known.layer, known.op) and known.ended is None for known in self.leaks)
 
     def _set_row(self, step: int, **values: object) -> None:
         """Set values in the row of an earlier step."""

@@ -87,6 +87,8 @@ class Owners:
     the models, and their hooks, are named in the answers."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        """Look at the running functions and loaded modules as they are now. ``models``: whose layers and hooks have
+        names in answers."""
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
         self._globals = {id(vars(module)): module for module in modules}
         """By id() of a loaded module's globals: the module."""

@@ -19,6 +19,7 @@ class LastInputs:
         self._kwargs: dict[str, Any] = {}
         """Keyword arguments, likewise."""
         self._handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
+        """Removes the hook."""
 
     def close(self) -> None:
         """Remove the hook."""

@@ -24,6 +24,7 @@ class LiveLine:
         self._next = 0.0
         """Monotonic time before which the line is not updated again."""
         self.is_shown = not quiet and "CI" not in os.environ and sys.stderr.isatty()
+        """Whether the line is drawn at all."""
 
     def show(self, row: Row, leaks: int) -> None:
         """Show a step and the number of leaks, unless the line was refreshed less than 0.5 s ago."""

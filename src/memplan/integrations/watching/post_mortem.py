@@ -221,8 +221,8 @@ def text_of(data: dict[str, Any]) -> str:
             "by layer:",
         ]
         for row in data["by_layer"][:_ROWS]:
-            place = " ".join(part for part in (row["layer"], row["where"] and f"({row['where']})") if part)
-            lines.append(f"  {format_bytes(row['bytes']):>10}  {LABELS.get(row['cause'], row['cause'])}  {place}")
+            owner = " ".join(part for part in (row["layer"], row["where"] and f"({row['where']})") if part)
+            lines.append(f"  {format_bytes(row['bytes']):>10}  {LABELS.get(row['cause'], row['cause'])}  {owner}")
         lines.append("")
     lines += [*_lever_lines(data["levers"]), f"to try it: {data['command']}"]
     lines.append("  (TARGET is path/to/file.py:callable, a callable that makes the model)")

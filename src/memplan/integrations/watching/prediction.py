@@ -47,11 +47,11 @@ class Prediction:
 
 
 def grown(before: Prediction, after: Prediction) -> tuple[str, str | None, int]:
-    """Return (layer, line, growth in bytes) of the place that grew most between the peaks of two predictions."""
+    """Return (layer, line, growth in bytes) of the owner that grew most between the peaks of two predictions."""
     sizes: dict[tuple[str, str | None], int] = {}
     for sign, prediction in ((-1, before), (1, after)):
         for row in prediction.owners():
-            place = row.layer, row.where
-            sizes[place] = sizes.get(place, 0) + sign * row.bytes
+            owner = row.layer, row.where
+            sizes[owner] = sizes.get(owner, 0) + sign * row.bytes
     (layer, where), size = max(sizes.items(), key=lambda item: item[1], default=(("", None), 0))
     return layer, where, size

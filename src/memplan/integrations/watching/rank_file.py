@@ -18,8 +18,10 @@ class RankFile:
     """Writes the results of a rank's watch to ``rank3.json`` in a folder. The file is replaced as a whole."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        """Create the folder if it does not exist."""
         self.folder = folder
         self._path = folder / name_of(rank)
+        """The file of this rank."""
         self._written = 0.0
         """Monotonic time of the last write."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,7 @@ class Growth(Printed):
     """Growth of that place at the peak since the step on which the prediction is based; 0: no place grew."""
 
     def __str__(self) -> str:
-        place = " ".join(part for part in (self.layer, self.where and f"({self.where})") if part) or "no layer"
-        more = f"; the most of it, {format_bytes(self.bytes)}, is held by {place}" if self.bytes > 0 else ""
+        owner = " ".join(part for part in (self.layer, self.where and f"({self.where})") if part) or "no layer"
+        more = f"; the most of it, {format_bytes(self.bytes)}, is held by {owner}" if self.bytes > 0 else ""
         predicted = format_bytes(self.predicted)
         return f"drift: step {self.step} peaks at {format_bytes(self.peak)}, predicted {predicted}{more}"

@@ -65,6 +65,7 @@ class Schedule:
         """Return whether to open a window after this step (numbered from 1)."""
         has_drifted = len(self._drifts) == 2 and all(self._drifts)
         if step >= self._wait_until and (has_drifted or (self._has_new_reading and self._grows())):
+            # growth that goes on opens windows less and less often
             self._wait_until = step + _WAIT * 4 ** min(self._growth_windows, 8)
             self._growth_windows += 1
             return True

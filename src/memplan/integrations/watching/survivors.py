@@ -97,13 +97,14 @@ def _groups(window: Window, subject: Subject) -> dict[_Place, _Group]:
             groups[place].alive.append(entry)
         elif any(begin < entry.died <= end for begin, end in window.collected):
             groups[place].collected.append(entry)
-        elif entry.died > window.bounds[step + 2]:
+        elif entry.died > window.bounds[step + 2]:  # the end of the step after it
             groups[place].bounded = True
     return groups
 
 
 def _first_readers(ops: Iterable[Op]) -> dict[int, int]:
-    """Map each storage to the index of the first op that reads it: the place of storages that no op allocated."""
+    """Map each storage to the index of the first op that reads it: it stands for the op of storages that none
+    allocated."""
     readers: dict[int, int] = {}
     for op in ops:
         for operand in op.reads:

@@ -14,6 +14,7 @@ class _WatchesTraining:
     """Begins and ends a watch at a trainer's events; each training has its own."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        """``options``: keyword arguments of `memplan.watch`."""
         self.options = options
         self.seen: Watch | None = None
         """The watch of the training that runs, or ran last."""

@@ -106,10 +106,13 @@ class Watch(Written, Printed):
         self._device, self._card = _device_of(models, device)
         """The device whose memory is watched, and the card that it is; None for the CPU."""
         self._subject = Subject(models, optimizers, self._card)
+        """The models and optimizers that are watched."""
         self.rank, self.world = _torch.started_rank()
         """This process's rank, and how many there are; 0 of 1 without others."""
         self._oom_folder = post_mortem
+        """Folder for a post-mortem if a step runs out of memory; None: none is written."""
         self._folder = folder
+        """Folder for the files of all ranks; None: none is written."""
         self._file: RankFile | None = None
         """File of this rank's results; None without a folder, and before watching begins."""
         self._ended: State = "running"
@@ -120,10 +123,13 @@ class Watch(Written, Printed):
         """Whether to watch anew if the model is moved to another type of device."""
         self._quiet = quiet
         self._line = LiveLine(quiet=quiet)
+        """The status line on the terminal."""
         self._follower = Follower(self._subject, self._device, self._say)
+        """Measures and observes the steps."""
         self._stack = ExitStack()
+        """Removes the hooks and releases the lock when it is closed."""
         self._inputs: LastInputs | None = None
-        """For the post-mortem; None before watching begins."""
+        """Arguments of the model's last call, for the post-mortem; None before watching begins."""
         self._seen_optimizers = set[int]()
         """id() of each optimizer that has made a step."""
         self._thread = 0

@@ -106,11 +106,13 @@ class Window:
         """Tracks the running module, optimizer and phase."""
         card = subject.card
         self.observer = Observer(self._place, real=True, semantics=_semantics(card), on_card=card is not None)
+        """Records ops and storages."""
         self._residence = _ResultResidence()
         """Devices of the results, in a window on a card."""
         if card is not None:
             self.observer.card = self._residence
         self._mode = _torch.GuestMode(self._dispatch)
+        """Dispatch mode that passes each op to the observer."""
         self._is_entered = self._is_recording = False
         """Whether the mode is entered, and whether it records: it can be left only while it is the innermost."""
         self._hooks, self._callbacks = ExitStack(), ExitStack()

@@ -123,17 +123,17 @@ def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
     rules += [Rule(f"sched_set{what}", 0, 0, (0,), but=True) for what in ("param", "scheduler", "affinity", "attr")]
     rules.append(Rule("prlimit64", errno.EPERM, 0, (0, os.getpid()), but=True))
     if signals:
-        own = (os.getpid(), 0)
-        rules += [Rule(name, errno.EPERM, 0, own, but=True) for name in ("kill", "tgkill")]
+        this_process = (os.getpid(), 0)  # 0: its group
+        rules += [Rule(name, errno.EPERM, 0, this_process, but=True) for name in ("kill", "tgkill")]
         rules.append(Rule("fcntl", errno.EPERM, 1, _OWNERS))
         rules += [
             Rule(name, errno.EPERM) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
         ]
     if truncates:
-        emptied = (os.O_TRUNC | os.O_RDONLY,)
+        truncates_to_read = (os.O_TRUNC | os.O_RDONLY,)
         rules += [Rule("truncate", errno.EACCES), Rule("openat2", errno.ENOSYS)]
-        rules += [Rule("openat", errno.EACCES, 2, emptied, _NO_TRUNCATION)]
-        rules += [Rule("open", errno.EACCES, 1, emptied, _NO_TRUNCATION)]
+        rules += [Rule("openat", errno.EACCES, 2, truncates_to_read, _NO_TRUNCATION)]
+        rules += [Rule("open", errno.EACCES, 1, truncates_to_read, _NO_TRUNCATION)]
     return tuple(rules)
 
 

@@ -49,6 +49,8 @@ class SandboxedProgram:
 def start(sandbox: SandboxedProgram, failures: int) -> int:
     """Start the processes and return the number of the first, which ends with the others. ``failures`` is a pipe to
     which an error before the script's start is written; it is closed when the script starts."""
+    # two pipes, each (end to read, end to write): the first process writes a byte once its namespaces are entered, then
+    # waits for a byte that says that its users are mapped
     ready, unshared = os.pipe()
     mapped, go = os.pipe()
     first = os.fork()
@@ -79,13 +81,13 @@ def _run_and_exit(failures: int, run: Callable[[], None]) -> NoReturn:
 
 def _map_users(process: int) -> None:
     """Map users and groups into the user namespace of a process: all of them for root, else this user alone."""
-    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+    for name, number in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
         try:
             _write(f"/proc/{process}/{name}", _EVERY_NUMBER)
         except OSError:
             if name == "gid_map":
                 _write(f"/proc/{process}/setgroups", "deny")
-            _write(f"/proc/{process}/{name}", f"{own} {own} 1")
+            _write(f"/proc/{process}/{name}", f"{number} {number} 1")
 
 
 def _write(path: str, text: str) -> None:
@@ -191,7 +193,7 @@ def _start_with_high_process_numbers() -> None:
     try:
         with open("/proc/sys/kernel/pid_max", encoding="ascii") as file:
             highest = int(file.read())
-        _write("/proc/sys/kernel/ns_last_pid", str(highest - highest // 4))
+        _write("/proc/sys/kernel/ns_last_pid", str(highest - highest // 4))  # the last quarter of the numbers
     except OSError:  # a kernel without this setting: numbers begin at 2
         pass
 

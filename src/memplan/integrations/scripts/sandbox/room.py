@@ -16,11 +16,12 @@ class Room:
     """
 
     def __init__(self, folder: str) -> None:
+        """``folder``: the folder whose files are limited."""
         self._folder = folder
         self._before = _free(folder)
         """Free bytes of the file system at the start."""
         self.most = min(self._before // 2, _LIMIT)
-        """Bytes."""
+        """The limit in bytes: half of the free space, at most `_LIMIT`."""
         self._next_count = self.most
         """Bytes that the free space must have shrunk by before the files are counted again."""
 
@@ -45,7 +46,7 @@ def _size(folder: str) -> int:
     for path, _, names in os.walk(folder):
         for name in names:
             try:
-                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512  # the unit of st_blocks (man 3type stat)
             except OSError:  # gone since
                 continue
     return total

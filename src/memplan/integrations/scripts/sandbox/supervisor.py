@@ -282,10 +282,10 @@ def _end_all() -> None:
 
 def _child_numbers() -> list[int]:
     """Return the numbers of this process's children; orphaned descendants become children as well."""
-    own, numbers = os.getpid(), list[int]()
+    this_process, numbers = os.getpid(), list[int]()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            if int(file.read().rpartition(b")")[2].split()[1]) == own:
+            if int(file.read().rpartition(b")")[2].split()[1]) == this_process:  # the field ppid (man 5 proc_pid_stat)
                 numbers.append(int(name))
     return numbers
 
