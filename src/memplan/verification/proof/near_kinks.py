@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-NEAR = 64
+NEAR = 256
 """Distance to a kink, in eps of the input's root mean square, within which rounding may flip a decision. Inputs of a
-ResNet-18's last ReLUs are up to about 16 eps from float64."""
+ResNet-18's last ReLU are up to 218 eps from float64 after two updates of AdamW, 23 on average; a plan flipped a value at
+73 eps."""
 
 _KINKS: Mapping[str, Sequence[float]] = {
     "relu": (0.0,), "leaky_relu": (0.0,), "prelu": (0.0,), "elu": (0.0,), "celu": (0.0,), "selu": (0.0,), "abs": (0.0,),
