@@ -28,6 +28,7 @@ from memplan.verification.measurement.peak_alone import measure_trial
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_restored, random_state_restored
 from memplan.verification.measurement.trial import Trial, Work
+from memplan.verification.proof.float64_convolutions import Float64Convolutions
 from memplan.verification.proof.moments import moments_error
 from memplan.verification.proof.near_kinks import NearKinks
 from memplan.verification.proof.proof import Cut, Proof
@@ -186,7 +187,8 @@ class Prover:
             yardstick = self._trial("the step with decisions near kinks flipped", call, kernels=NearKinks)
         else:
             yardstick = self._trial("torch.compile", call, function=_torch.compiled_as_eager(self._step))
-        return Baselines(reference, self._trial("float64", call, float64=True), yardstick)
+        kernels = nullcontext if self._home.card is not None else Float64Convolutions
+        return Baselines(reference, self._trial("float64", call, float64=True, kernels=kernels), yardstick)
 
     def _compare(
         self, baselines: Baselines, call: Call, planned: Planned | None, memory: _Memory, predicted: int | None = None,
