@@ -191,10 +191,12 @@ def input_gradient(
     own_range = own_range or (0, 0, x.shape[0])
     is_whole = own_range == (own_range[0], 0, x.shape[own_range[0]])
     if is_whole and _has_kernel(x, mean) and dy.dtype == x.dtype:
-        per_channel = (-each for each in (of_deviation, of_all))
+        weight_of_sums, bias_of_sums = -of_deviation, -of_all
         if norm.groups is not None:
-            per_channel = (each.repeat_interleave(channels // norm.groups, dim=1) for each in per_channel)
-        of_sums = _in_one_pass(norm, x, *per_channel, mean, variance)
+            weight_of_sums, bias_of_sums = (
+                each.repeat_interleave(channels // norm.groups, dim=1) for each in (weight_of_sums, bias_of_sums)
+            )
+        of_sums = _in_one_pass(norm, x, weight_of_sums, bias_of_sums, mean, variance)
         return torch.addcmul(of_sums, dy, scale, out=of_sums if out is None else out)
     dx = _wide(dy) * scale
     # the sums are subtracted once for each element, though parts overlap

@@ -111,14 +111,16 @@ def _convolution(
     padding: Sequence[int], *options: Any,
 ) -> Tensor:  # fmt: skip
     """Return a convolution's result. ``options``: dilation to groups, as of ``aten::convolution``."""
-    rows, padding_of_parts = parts[-1].result[1], [0, *padding[1:]]
-    result: Tensor | None = None
-    for part in parts:
-        of_part = _CONVOLUTION(part.padded(x), weight, bias, stride, padding_of_parts, *options)
-        if result is None:
-            result = of_part.new_empty([x.shape[0], of_part.shape[1], rows, *of_part.shape[3:]])
-        part.of_result(result).copy_(of_part)
-    assert result is not None, "a convolution in parts has several"
+
+    def run(part: _Part) -> Tensor:
+        return _CONVOLUTION(part.padded(x), weight, bias, stride, [0, *padding[1:]], *options)
+
+    first, rows = run(parts[0]), parts[-1].result[1]
+    result = first.new_empty([x.shape[0], first.shape[1], rows, *first.shape[3:]])
+    parts[0].of_result(result).copy_(first)
+    del first  # before the next part takes its memory
+    for part in parts[1:]:
+        part.of_result(result).copy_(run(part))
     return result
 
 
