@@ -284,28 +284,32 @@ class Profile:
         stack = [(event, "", -1, False) for event in reversed(roots)]
         while stack:
             event, mark, call, at_mark = stack.pop()
-            start = event.start_time_ns
-            if event.tag == _EventType.Allocation:
+            start, tag = event.start_time_ns, event.tag  # each attribute is computed when it is read
+            if tag == _EventType.Allocation:
                 fields = event.extra_fields
                 if fields.device.type == device:
                     events.append(MemoryEvent(fields.ptr, fields.alloc_size, start, mark, call))
                 continue
-            if event.tag == _EventType.TorchOp and event.name.startswith(MARK):
-                mark, at_mark = event.name[len(MARK) :], True
-                ranges.setdefault(mark, (start, event.end_time_ns))
-            elif event.tag == _EventType.TorchOp and event.name != _MODE and not _is_python_range(event):
-                calls.append(Call(event.name, start, event.end_time_ns, call, mark, at_mark))
-                call, at_mark = len(calls) - 1, False
-            stack.extend((child, mark, call, at_mark) for child in reversed(event.children))
+            if tag == _EventType.TorchOp:
+                name = event.name
+                if name.startswith(MARK):
+                    mark, at_mark = name[len(MARK) :], True
+                    ranges.setdefault(mark, (start, event.end_time_ns))
+                elif name != _MODE and not _is_python_range(name, event):
+                    calls.append(Call(name, start, event.end_time_ns, call, mark, at_mark))
+                    call, at_mark = len(calls) - 1, False
+            children = event.children
+            if children:
+                stack.extend([(child, mark, call, at_mark) for child in reversed(children)])
         end = ranges.get(END_MARK, (float("inf"), 0))[0]
         before_end = [event for event in events if event.time < end]
         return cls(sorted(before_end, key=lambda event: event.time), calls, ranges)
 
 
-def _is_python_range(event: Any) -> bool:
-    """Return whether an event is a range that Python code opened, as optimizers do. Such ranges are no calls: under a
-    dispatch mode they do not nest properly."""
-    return event.extra_fields.scope == RecordScope.USER_SCOPE or event.name.startswith("profiler::")
+def _is_python_range(name: str, event: Any) -> bool:
+    """Return whether an event of this name is a range that Python code opened, as optimizers do. Such ranges are no
+    calls: under a dispatch mode they do not nest properly."""
+    return name.startswith("profiler::") or event.extra_fields.scope == RecordScope.USER_SCOPE
 
 
 class DrawsReplaced(TorchDispatchMode):
