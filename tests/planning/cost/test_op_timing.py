@@ -124,6 +124,26 @@ def test_when_the_time_is_up_the_rest_is_estimated(monkeypatch: pytest.MonkeyPat
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize(("first", "expected_runs"), [(0.5, 1), (0.05, 2), (0.001, 4)])
+def test_a_long_op_runs_once_and_a_short_one_several_times(
+    monkeypatch: pytest.MonkeyPatch, first: float, expected_runs: int
+) -> None:
+    """The first run takes ``first`` seconds, of which 0.5 ms are the preparation of kernels."""
+    now, runs = 0.0, 0
+
+    def run() -> None:
+        nonlocal now, runs
+        now += first if not runs else first - 5e-4
+        runs += 1
+
+    monkeypatch.setattr(op_timing, "_synthetic_call", lambda graph, called, place: run)
+    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
+    seconds = op_timing._fastest_run(graph, ("aten.relu.default", (), {}), "cpu")
+    assert runs == expected_runs
+    assert seconds == pytest.approx(first if runs == 1 else first - 5e-4)
+
+
 def test_the_random_stream_grad_mode_and_autocast_of_the_caller_are_as_before() -> None:
     graph = graph_of(net(), 8, 32)
     seen = list[tuple[str, bool, tuple[Any, ...]]]()
