@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from memplan.planning.cost import op_timing
 from memplan.planning.cost.op_timing import costs_of, signature, step_seconds, unmeasured, with_costs
 from memplan.planning.graph import roofline
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable_values
+from memplan.planning.ops.tile import TILE
 from memplan.simulation.allocator.allocator import CachingAllocator
 from memplan.simulation.allocator.settings import AllocatorSettings
 
@@ -142,6 +144,28 @@ def test_a_long_op_runs_once_and_a_short_one_several_times(
     seconds = op_timing._fastest_run(graph, ("aten.relu.default", (), {}), "cpu")
     assert runs == expected_runs
     assert seconds == pytest.approx(first if runs == 1 else first - 5e-4)
+
+
+@pytest.mark.parametrize(("piece_seconds", "expected_pieces"), [(0.1, 1 + 1 + 3), (1e-3, 2 + 2 * 16)])
+def test_a_long_segment_in_many_pieces_is_measured_by_few(
+    monkeypatch: pytest.MonkeyPatch, piece_seconds: float, expected_pieces: int
+) -> None:
+    """Of sixteen pieces, which share 5 ms, one runs twice and then three; those of a short segment all run, twice."""
+    now, pieces_run = 0.0, 0
+
+    def run_pieces(target: str, args: Any, pieces: Any) -> None:
+        nonlocal now, pieces_run
+        now += 5e-3 + len(pieces) * piece_seconds
+        pieces_run += len(pieces)
+
+    monkeypatch.setattr(op_timing, "run_pieces", run_pieces)
+    monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
+    monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: lambda: run_pieces("", (), range(16)))
+    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
+    seconds = op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu")
+    assert seconds == pytest.approx(5e-3 + 16 * piece_seconds)
+    assert pieces_run == expected_pieces
 
 
 def test_the_random_stream_grad_mode_and_autocast_of_the_caller_are_as_before() -> None:

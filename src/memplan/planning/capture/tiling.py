@@ -19,15 +19,7 @@ from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
 from memplan.planning.capture.changed_tensors import ChangedTensors, updated_statistics
 from memplan.planning.graph.tensor_like import Like
-from memplan.planning.ops.tile import (
-    TILE,
-    TILE_OPS,
-    TILE_STATISTICS,
-    TILE_WITH_GRADIENTS,
-    TracedTile,
-    register,
-    tile_of,
-)  # fmt: skip
+from memplan.planning.ops.tile import TILE_OPS, TracedTile, register, run_pieces, tile_of
 from memplan.planning.tiles.program import NotTileable, Recorder
 from memplan.planning.tiles.tiled import Tile, Tiled
 
@@ -280,10 +272,7 @@ def _measured_scratch(target: str, args: Sequence[Any]) -> int:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])
         pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})
-        run = {
-            TILE_STATISTICS: tiled.statistics, TILE: tiled.forward, TILE_WITH_GRADIENTS: tiled.forward_with_gradients,
-        }.get(target, tiled.backward)  # fmt: skip
         with allocations.span("op"):
-            results = run(*arguments[:-1], pieces)  # pyright: ignore[reportCallIssue]
+            results = run_pieces(target, arguments, pieces)
         del results
     return allocations.peak_bytes("op") - allocations.remaining_bytes("op")

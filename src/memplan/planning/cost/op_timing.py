@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from memplan.planning.ops import (  # registers timed ops, and their work
     kernel_costs,  # noqa: F401  # pyright: ignore[reportUnusedImport]
     piecewise,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
+from memplan.planning.ops.tile import TILE_OPS, run_pieces, tile_of
 
 How = Literal["measured", "roofline"]
 
@@ -62,6 +63,8 @@ _ENOUGH_SECONDS = 0.01
 _LONG_SECONDS = 0.2
 """Seconds of a first run from which on it counts: kernels are prepared in a few ms. Such ops are segments that run
 piece by piece, and a search for these measures many."""
+_MANY_PIECES = 8
+"""Pieces of a segment from which on a few of them are measured, if all take more than `_LONG_SECONDS`."""
 _RANDOM_ELEMENTS = 1 << 16
 """Random numbers that are drawn for a synthetic tensor; a larger tensor repeats them."""
 _REQUESTED = "requested_bytes.all.peak"
@@ -424,6 +427,11 @@ def _extra_seconds(graph: JointGraph, timed: _TimedCall, place: str) -> float:
 def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
     """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time.
     ``timed_call``: the target, args and kwargs of an op, with a Ref in place of each tensor."""
+    target, args, kwargs = timed_call
+    if target in TILE_OPS and tile_of(args[-1]).pieces >= _MANY_PIECES:
+        seconds = _seconds_by_pieces(target, _synthetic_arguments(graph, args, kwargs, place)[0])
+        if seconds is not None:
+            return seconds
     call, synchronize = (
         _synthetic_call(graph, timed_call, place),
         torch.get_device_module(torch.device(place)).synchronize,
@@ -444,6 +452,26 @@ def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
         times.append(run())
         total_seconds += times[-1]
     return min(times)
+
+
+def _seconds_by_pieces(target: str, args: Sequence[Any]) -> float | None:
+    """Return the seconds of a segment's op with many pieces on the CPU, from those of one piece and of three: what all
+    pieces share, such as the memory of the results, is in both. None for a short op, which is measured as a whole."""
+    tiled = tile_of(args[-1])
+    middle = tiled.pieces // 2
+
+    def run(*pieces: int) -> float:
+        """Run some pieces and return their seconds."""
+        begin = time.perf_counter()
+        run_pieces(target, args, pieces)
+        return time.perf_counter() - begin
+
+    run(middle)  # prepares kernels
+    one = run(middle)
+    if tiled.pieces * one < _LONG_SECONDS:
+        return None
+    three = run(middle - 1, middle, middle + 1)
+    return one + (tiled.pieces - 1) * max(0.0, three - one) / 2
 
 
 def workspace_on(place: str, call: Callable[[], Any]) -> int:
@@ -476,8 +504,7 @@ def _synthetic_call(graph: JointGraph, target_and_arguments: Called, place: str)
     op draws from torch's default generator on the CPU.
     """
     target, args, kwargs = target_and_arguments
-    tensors = {value: _synthetic(graph.values[value], place) for value in dict.fromkeys(refs((args, kwargs)))}
-    args, kwargs = map_refs(args, tensors.__getitem__), map_refs(kwargs, tensors.__getitem__)
+    args, kwargs = _synthetic_arguments(graph, args, kwargs, place)
     call: Any = torch.ops
     for name in target.split("."):
         call = getattr(call, name)
@@ -486,6 +513,12 @@ def _synthetic_call(graph: JointGraph, target_and_arguments: Called, place: str)
         if call is None:
             raise UsageError(f"{target} draws from torch's own random stream, which other threads may draw from")
     return lambda: call(*args, **kwargs)
+
+
+def _synthetic_arguments(graph: JointGraph, args: Any, kwargs: Any, place: str) -> tuple[Any, Any]:
+    """Return arguments of an op with a synthetic tensor in the place of each Ref."""
+    tensors = {value: _synthetic(graph.values[value], place) for value in dict.fromkeys(refs((args, kwargs)))}
+    return map_refs(args, tensors.__getitem__), map_refs(kwargs, tensors.__getitem__)
 
 
 _generator = torch.Generator()

@@ -53,6 +53,15 @@ def tile_of(key: str) -> Tiled:
     return _TILES[key]
 
 
+def run_pieces(target: str, args: Sequence[Any], pieces: Sequence[int]) -> Any:
+    """Run some pieces of a tile's op, to measure what they take. ``target``: of `TILE_OPS`; ``args``: the op's."""
+    tiled = tile_of(args[-1])
+    run: Any = {
+        TILE_STATISTICS: tiled.statistics, TILE: tiled.forward, TILE_WITH_GRADIENTS: tiled.forward_with_gradients,
+    }.get(target, tiled.backward)  # fmt: skip
+    return run(*args[:-1], pieces)
+
+
 def _gradients_without_data(inputs: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
     """Return fake gradients of the inputs that need one. ``needed``: whether each input does."""
     return [torch.empty_like(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
