@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.errors import BudgetError
+from memplan.planning import tile_search
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.planner import Planner
+from memplan.planning.segments import Segments
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned
-from memplan.planning.tile_search import planned_in_tiles
+from memplan.planning.tile_search import over_budget_ops_of, planned_in_tiles
 from memplan.planning.tiles.program import NotTileable
-from memplan.planning.tiles.tiled import Tile
+from memplan.planning.tiles.tiled import Axis, Tile
 
 STEP = {"loss": F.cross_entropy, "costs": "roofline", "allow": "reordered"}
 
@@ -113,6 +116,29 @@ class UNet(nn.Module):
         first = self.down(x)
         second = F.softplus(self.inner(F.avg_pool2d(first, 2)))
         return self.head(self.join(torch.cat((first, self.up(second)), 1)))
+
+
+@pytest.mark.parametrize("piece_share", [0.0, 1.0])
+def test_a_tile_is_laid_wider_where_more_pieces_cannot_help(
+    piece_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is live beside a piece is too much where the piece takes nothing; where it takes all, more pieces may do."""
+    study = Planner(UNet()).study(call_of((torch.randn(1, 1, 64, 64),), {}), settings := Settings(costs="roofline"))
+    budget = int(0.7 * study.search(settings).floor().peak)
+    segments = Segments(study.captured.graph, study.captured.in_place_calls)
+    over = next(
+        op for op in over_budget_ops_of(study, settings, budget)
+        if op.in_backward and segments.segment(op.call, op.call, Axis(2), 2) is not None
+    )  # fmt: skip
+    narrow = Tile(over.call, over.call, Axis(2), 2)
+    in_tile = replace(over, is_tile=True, scratch=int(piece_share * over.level))
+    monkeypatch.setattr(tile_search, "over_budget_ops_of", lambda *of: [in_tile])
+    (changed,) = tile_search._more_tiles(segments, study, settings, budget, (narrow,), 2.0)
+    if piece_share:
+        assert changed == replace(narrow, pieces=4)
+    else:
+        assert (changed.first, changed.last) != (narrow.first, narrow.last)
+        assert changed.first <= narrow.first <= narrow.last <= changed.last
 
 
 def in_tiles(captured: Callable[[Sequence[Tile]], Any]) -> Planned:
