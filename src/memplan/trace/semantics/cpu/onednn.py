@@ -247,13 +247,31 @@ def _unit_stride_copy(conv: Shape) -> int:
 
 
 def _weight_sums(conv: Shape, weight: int) -> int:
-    """Return the bytes of partial weight gradients of threads that share the images of a batch, for all threads but the
-    first.
+    """Return the bytes of partial gradients of weight and bias of threads that share the images of a batch or parts of
+    them, for all threads but the first.
 
     Threads share channels instead if the weight is large compared to the tensors: oneDNN minimizes the bytes moved
     (`balance` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). The limit here is approximate. ``weight``: bytes of
     the weight in the kernel's layout.
     """
-    if 5 * weight > min(conv.input_bytes() // prod(conv.stride), conv.output_bytes()):
+    others = min(torch.get_num_threads(), conv.batch * _image_parts(conv)) - 1
+    if others == 0 or 5 * weight > min(conv.input_bytes() // prod(conv.stride), conv.output_bytes()):
         return 0
-    return (min(torch.get_num_threads(), conv.batch) - 1) * weight
+    bias = 0 if conv.pointwise else padded(conv.outputs, simd()) * conv.itemsize  # also where the layer has none
+    return others * (weight + bias) + _REDUCTION_BARRIERS
+
+
+def _image_parts(conv: Shape) -> int:
+    """Return into how many parts threads divide an image of a weight gradient (``nthr_mb_work`` of the same file):
+    positions of a 1x1 kernel, slices of a volume, groups of at least 9 rows of an image. Where a volume has more than a
+    block of channels, threads divide these."""
+    if conv.pointwise:
+        return prod(conv.output_space)
+    if conv.volumetric:
+        return conv.output_space[0] if max(conv.inputs, conv.outputs) <= simd() else 1
+    return 1 if conv.dilated else max(1, conv.output_space[-2] // 9)
+
+
+_REDUCTION_BARRIERS = 8192 + 128
+"""Bytes of the barriers at which threads that add up partial sums wait for each other, and of the sums' alignment
+(`init_scratchpad` in the same file)."""
