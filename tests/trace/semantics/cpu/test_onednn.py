@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(simd() != 16, reason="AVX2's kernel divides the 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a batch": (lambda: nn.Conv2d(64, 16, 3, padding=1, bias=False), (8, 64, 32, 32)),
     "points of a batch": (lambda: nn.Conv2d(64, 32, 1, bias=False), (8, 64, 32, 32)),
+    "channels of points": (lambda: nn.Conv2d(256, 32, 1, bias=False), (8, 256, 14, 14)),
     "points of an image": (lambda: nn.Conv2d(64, 32, 1, bias=False), (1, 64, 64, 64)),
     "rows of an image": (lambda: nn.Conv2d(64, 16, 3, padding=1), (1, 64, 64, 64)),
     "no rows of a low image": (lambda: nn.Conv2d(64, 16, 3, padding=1), (1, 64, 8, 256)),

@@ -251,18 +251,20 @@ def _weight_sums(conv: Shape, weight: int) -> int:
     them, for all threads but the first.
 
     Threads share channels instead if the weight is large compared to the tensors: oneDNN minimizes the bytes moved
-    (`balance` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). The limit here is approximate. ``weight``: bytes of
-    the weight in the kernel's layout.
+    (`balance` in jit_avx512_common_conv_kernel.cpp and jit_avx512_common_1x1_conv_kernel.cpp, src/cpu/x64, where a
+    weight of a 1x1 kernel costs 12 times its bytes; the other limit is approximate). ``weight``: bytes of the weight in
+    the kernel's layout.
     """
     others = min(torch.get_num_threads(), conv.batch * _image_parts(conv)) - 1
-    if others == 0 or 5 * weight > min(conv.input_bytes() // prod(conv.stride), conv.output_bytes()):
+    weight_cost = 12 if conv.pointwise else 5
+    if others == 0 or weight_cost * weight > min(conv.input_bytes() // prod(conv.stride), conv.output_bytes()):
         return 0
     bias = 0 if conv.pointwise else padded(conv.outputs, simd()) * conv.itemsize  # also where the layer has none
     return others * (weight + bias) + _REDUCTION_BARRIERS
 
 
 def _image_parts(conv: Shape) -> int:
-    """Return into how many parts threads divide an image of a weight gradient (``nthr_mb_work`` of the same file):
+    """Return into how many parts threads divide an image of a weight gradient (``nthr_mb_work`` of the same files):
     positions of a 1x1 kernel, slices of a volume, groups of at least 9 rows of an image. Where a volume has more than a
     block of channels, threads divide these."""
     if conv.pointwise:
@@ -274,4 +276,4 @@ def _image_parts(conv: Shape) -> int:
 
 _REDUCTION_BARRIERS = 8192 + 128
 """Bytes of the barriers at which threads that add up partial sums wait for each other, and of the sums' alignment
-(`init_scratchpad` in the same file)."""
+(`init_scratchpad` in the same files)."""
