@@ -14,9 +14,10 @@ from planning.graphs import EARLY, HELD, Tape, kept, random_graph
 from memplan.planning.graph.joint_graph import JointGraph, recomputable_values
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.decision import Decision
-from memplan.planning.plan.decisions import decide
+from memplan.planning.plan.decisions import decide, tile_decisions
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
+from memplan.planning.tiles.tiled import Axis, Tile
 
 
 def step() -> JointGraph:
@@ -95,6 +96,14 @@ def test_an_encoded_form_beside_the_value_frees_nothing() -> None:
     signs = decided(saved_forms=kept(encode={R}))["encode", "v4"]
     assert signs.bytes == 0
     assert "the value itself is kept too" in signs.reason
+
+
+@pytest.mark.parametrize(("first", "last", "layer"), [(0, 4, "up to down"), (1, 2, "act"), (2, 2, "")])
+def test_a_segment_is_in_its_first_to_its_last_layer(first: int, last: int, layer: str) -> None:
+    """Or in none: what the loss or the model's own forward calls. Here that is the dropout, call 2."""
+    plain = replace(GRAPH, ops=tuple(replace(op, call=call) for call, op in enumerate(GRAPH.ops)))
+    (decision,) = tile_decisions(plain, plain, [Tile(first, last, Axis(0, samples=8), pieces=2)])
+    assert decision.layer == layer
 
 
 def test_the_whole_step() -> None:

@@ -50,7 +50,8 @@ def tile_decisions(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfS
             gradients_in_forward=any(op.target == TILE_WITH_GRADIENTS for op in tile_ops),
         )  # fmt: skip
         layers = list(dict.fromkeys(op.layer for op in ops if op.layer))
-        layer = layers[0] if len(layers) < 2 else f"{layers[0]} to {layers[-1]}"
+        # none where the model's own forward or the loss calls all of them
+        layer = " to ".join(dict.fromkeys((*layers[:1], *layers[-1:])))
         seconds = max(0.0, sum(op.seconds for op in tile_ops) - _seconds_with_derivatives(plain, ops))
         decisions.append(_segment_decision(TILE.name, plain, ops, seconds, layer, reason))
     return decisions
