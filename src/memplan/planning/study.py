@@ -24,7 +24,7 @@ from memplan.planning.cost import cpu_workspace
 from memplan.planning.cost.cuda_workspace import with_card_workspaces
 from memplan.planning.cost.eager_baseline import AS_MODELLED, baseline
 from memplan.planning.cost.op_timing import seconds_to_measure, step_seconds, with_costs
-from memplan.planning.cost.optimizer_memory import memory_outside_graph
+from memplan.planning.cost.optimizer_memory import RecordedUpdates, memory_outside_graph
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.graph.precision import UNSCALED
 from memplan.planning.graph.resident import OutsideMemory
@@ -103,6 +103,8 @@ class Study:
     ) -> None:  # fmt: skip
         self.model, self.call, self.captured, self.study_as_written = model, call, captured, study_as_written
         self.tiles, self.kernels = tiles, kernels
+        self.recorded_updates = RecordedUpdates() if study_as_written is None else study_as_written.recorded_updates
+        """Updates of the parameters, which are those of the unchanged step."""
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
         """Results of `step` by id() of the optimizer, use of gradients and engine."""
         self._channels_last: Study | None = None
@@ -238,7 +240,7 @@ class _Step:
             graph, steady = as_fusible(graph), steady and as_fusible(steady)
         outside_memory = memory_outside_graph(
             study.model, graph, settings.counted_optimizer, settings.gradients, home=settings.home,
-            loss_bytes_ratio=settings.loss_bytes_ratio, tensors=study.tensors,
+            loss_bytes_ratio=settings.loss_bytes_ratio, tensors=study.tensors, recorded=study.recorded_updates,
         )  # fmt: skip
         return Search(
             graph, outside_memory, gradients=settings.gradients, heuristics=settings.heuristics, modelled_graph=steady

@@ -45,9 +45,29 @@ class Update:
     """Whether there is a counterpart of the optimizer with moments in 8 bits."""
 
 
+class RecordedUpdates:
+    """Updates that were recorded for a step. Its studies in other precisions, layouts or pieces need the same ones,
+    and to record one with moments in 8 bits takes seconds, as torchao compiles it."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[tuple[int, bool, tuple[_TensorLayout, ...], Home], tuple[Optimizer, Update]] = {}
+        """By id() of the user's optimizer, which is kept alive, whether moments are in 8 bits, parameters and home."""
+
+    def update_of(self, optimizer: Optimizer, layouts: Sequence[_TensorLayout], home: Home) -> Update:
+        """Return what the function `update_of` returns; it is called for the same arguments once."""
+        in_8_bits = isinstance(optimizer, EightBitMoments)
+        users = optimizer.exact if isinstance(optimizer, EightBitMoments) else optimizer
+        key = id(users), in_8_bits, tuple(layouts), home
+        if key not in self._recorded:
+            self._recorded[key] = users, update_of(optimizer, layouts, home)
+        _, update = self._recorded[key]
+        return update
+
+
 def memory_outside_graph(
     model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, gradients: GradientUse = KEPT_UNTIL_UPDATE, *,
     home: Home | None = None, loss_bytes_ratio: Fraction = _NOTHING, tensors: Mapping[int, torch.Tensor] | None = None,
+    recorded: RecordedUpdates | None = None,
 ) -> OutsideMemory:  # fmt: skip
     """Return the memory that a plan cannot change: optimizer state, accumulated gradients, workspaces of libraries.
     The fields of `OutsideMemory` say what each number counts.
@@ -64,6 +84,7 @@ def memory_outside_graph(
             gradients of the model's outputs; 0 if the graph has the loss.
         tensors: inputs of the step and constants of its graph, by value, for their addresses on a card; None: they are
             not there yet.
+        recorded: updates that were recorded before; new ones are added.
     """
     home = home or Home()
     addresses = _addresses(graph, model, tensors or {}, home)
@@ -82,18 +103,19 @@ def memory_outside_graph(
     )  # fmt: skip
     if optimizer is None:
         return without_update
+    recorded = recorded or RecordedUpdates()
     parameters = [value for value in trained if value.kind == "parameter"]  # the others are inputs
     layouts: list[_TensorLayout] = [(value.shape, value.stride, value.dtype) for value in parameters]
-    update = update_of(optimizer, layouts, home)
+    update = recorded.update_of(optimizer, layouts, home)
     idle_layouts = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
-    update_with_idle = update_of(optimizer, [*layouts, *idle_layouts], home) if idle_parameters else update
+    update_with_idle = recorded.update_of(optimizer, [*layouts, *idle_layouts], home) if idle_parameters else update
     idle_state_bytes = update_with_idle.state_bytes - update.state_bytes
     moment_bytes_saved = 0
     if isinstance(optimizer, EightBitMoments):
-        moment_bytes_saved = update_of(optimizer.exact, layouts, home).state_bytes - update.state_bytes
+        moment_bytes_saved = recorded.update_of(optimizer.exact, layouts, home).state_bytes - update.state_bytes
     update_bytes = dict[int, int]()
     if gradients.updates_early:  # each parameter is updated by itself
-        update_by_layout = {layout: update_of(optimizer, [layout], home) for layout in dict.fromkeys(layouts)}
+        update_by_layout = {layout: recorded.update_of(optimizer, [layout], home) for layout in dict.fromkeys(layouts)}
         pairs = zip(parameters, layouts, strict=True)
         update_bytes = {value.id: update_by_layout[layout].peak_bytes for value, layout in pairs}
     return replace(
