@@ -52,20 +52,21 @@ class Region:
     def stretches(self, mapped: bool) -> list[tuple[int, int]]:
         """From where to where pages have memory, or have none."""
         found: list[tuple[int, int]] = []
-        for page in range(self.address, self.end, self.page):
-            if (page in self.pages) is mapped:
-                if found and found[-1][1] == page:
-                    found[-1] = found[-1][0], page + self.page
-                else:
-                    found.append((page, page + self.page))
+        without = (page for page in range(self.address, self.end, self.page) if page not in self.pages)
+        for page in sorted(self.pages) if mapped else without:
+            if found and found[-1][1] == page:
+                found[-1] = found[-1][0], page + self.page
+            else:
+                found.append((page, page + self.page))
         return found
 
     def free(self) -> list[tuple[int, int]]:
         """From where to where there is memory and no block."""
         found: list[tuple[int, int]] = []
+        used = sorted(self.used, key=lambda block: block.address)
         for start, end in self.stretches(True):
             at = start
-            for block in sorted(self.used, key=lambda block: block.address):
+            for block in used:
                 if start <= block.address < end:
                     found.append((at, block.address))
                     at = block.end

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,16 +274,21 @@ def test_guards_against_nan_are_not_taken_as_true() -> None:
     assert "a check for nan or inf was read and taken as False" in {a.text for a in trace.assumptions}
 
 
+@pytest.mark.parametrize("removed", [False, True])
 def test_modules_that_are_imported_by_a_step_keep_torch_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
 ) -> None:
     """Fake tensors are hidden from the step's code, not from what it imports."""
     (tmp_path / "imported_by_a_step.py").write_text("from torch._subclasses import FakeTensor\n")
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("imported_by_a_step", None)
+    monkeypatch.setitem(sys.modules, "removed_by_a_step", types.ModuleType("removed_by_a_step"))
     seen: list[Any] = []
 
     def build() -> Callable[[], object]:
         def step() -> object:
+            if removed:
+                sys.modules.pop("removed_by_a_step", None)
             inside: dict[str, Any] = {"__name__": "torch.fresh"}
             exec("from torch._subclasses import FakeTensor", inside)
             seen.append(inside["FakeTensor"])

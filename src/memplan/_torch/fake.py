@@ -130,12 +130,15 @@ def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         return FakeTensor if caller.partition(".")[0] == "torch" or inside() else NoFakeTensor
 
-    before = set(sys.modules)
+    before = list(sys.modules)
     try:
         with patched(package, FakeTensor=ABSENT, __getattr__=module_getattr):
             yield
     finally:
-        for name in set(sys.modules) - before:
+        after = list(sys.modules)
+        # new modules come last; sets of thousands of names take longer than the recording of a few ops
+        modules_removed = after[: len(before)] != before
+        for name in set(after).difference(before) if modules_removed else after[len(before) :]:
             for attribute, value in list(vars(sys.modules[name]).items()):
                 if value is NoFakeTensor:
                     setattr(sys.modules[name], attribute, FakeTensor)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import memplan
 from memplan.errors import BudgetError, UsageError
 from memplan.planning import precision_search
+from memplan.planning.cost import optimizer_memory
 from memplan.planning.graph.precision import Precision
 from memplan.planning.ops import eight_bit_moments
 
@@ -23,13 +24,15 @@ LAYERS, WIDTH = 2, 256
 WEIGHTS = LAYERS * WIDTH * WIDTH
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 SAVED = 2 * LAYERS * (3 * WIDTH * WIDTH - 4 * WIDTH * WIDTH // 256 - 1024) - 4
-"""By hand: of each weight's two moments a byte an element is left of four, and there are scales and tables; the biases
-stay in float32; the learning rate is a tensor."""
+"""By hand: of each weight's two moments a byte an element is left of four, and there are scales and tables; the learning
+rate is a tensor."""
 
 
 def make() -> nn.Module:
+    """Weights of a single shape: torchao compiles the update of each shape by itself."""
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    layers = ((nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU()) for _ in range(LAYERS))
+    return nn.Sequential(*(layer for pair in layers for layer in pair))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,10 +52,14 @@ def budget() -> int:
     return floor - 4 * WEIGHTS
 
 
-def test_they_are_taken_where_nothing_else_fits() -> None:
+def test_they_are_taken_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = batch()
+    recorded, update_of = list[type](), optimizer_memory.update_of
+    monkeypatch.setattr(optimizer_memory, "update_of", lambda *args: recorded.append(type(args[0])) or update_of(*args))
     least, options = budget(), {"costs": "roofline", "allow": "lossy", **asked()}
+    recorded.clear()
     plan = memplan.plan(make(), rows, budget=least, **options)
+    assert recorded == [partial, eight_bit_moments.EightBitMoments]  # once for all precisions
     assert plan.precision.moments == "int8"
     assert plan.grade == "lossy"
     (decision,) = [decision for decision in plan.decisions if decision.lever == "8-bit moments"]
