@@ -24,8 +24,8 @@ LAYERS, WIDTH = 2, 256
 WEIGHTS = LAYERS * WIDTH * WIDTH
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 SAVED = 2 * LAYERS * (3 * WIDTH * WIDTH - 4 * WIDTH * WIDTH // 256 - 1024) - 4
-"""By hand: of each weight's two moments a byte an element is left of four, and there are scales and tables; the learning
-rate is a tensor."""
+"""By hand: of each weight's two moments a byte an element is left of four, and there are scales and tables; the
+learning rate is a tensor."""
 
 
 def make() -> nn.Module:
