@@ -1,0 +1,1 @@
+"""What pyright reads of scipy: the stubs beside this file."""
