@@ -214,7 +214,8 @@ class Proof(Saved, Displayed):
         unplanned = ", ".join(f"{total.relative_reference:.2%}" for _, total in totals)
         gradients = [layer for layer in self.layers if layer.kind == "gradients"]
         largest_norm = max((layer.norm for layer in gradients), default=0.0)
-        not_near_zero = [layer for layer in gradients if layer.norm > 1e-3 * largest_norm]  # else the ratio says nothing
+        # of a layer whose gradients are almost zero, the ratio says nothing
+        not_near_zero = [layer for layer in gradients if layer.norm > 1e-3 * largest_norm]
         worst = max(not_near_zero, key=lambda layer: layer.relative, default=None)
         text = f"off from {truth_label(self.truth)} by (relative, in L2): {candidate}"
         if any(error.reference != error.own for error in self.rounded):
