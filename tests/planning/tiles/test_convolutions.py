@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.planning.tiles.recorded_segments import recorded
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.planning.tiles.convolutions import CONVOLUTIONS, convolution_gradients
 from memplan.planning.tiles.tiled import Axis, Tiled
@@ -40,7 +41,7 @@ def batch_sizes_of_kernels(function: Any) -> list[int]:
     """Return the batch sizes of the convolutions that torch runs in a function."""
     sizes = list[int]()
 
-    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "convolution" in str(func):
                 sizes.append(args[0].shape[0])
