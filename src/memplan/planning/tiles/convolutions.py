@@ -2,9 +2,9 @@
 
 For a single sample in float32, torch runs oneDNN only if channels times the first two dimensions of space are more than
 20480 elements (``ConvParams::use_mkldnn``, aten/src/ATen/native/Convolution.cpp). Else it copies each window of the
-input into a matrix: for a kernel of 3 x 3 x 3, that is 27 times the input, and took six to nine times as long. A piece of a
-volume is often so small where the volume is not. Its halves, each with the border that it reads, run as a batch of two
-here, for which torch always runs oneDNN. Values are those of torch's kernel but for the order of sums.
+input into a matrix: for a kernel of 3 x 3 x 3, that is 27 times the input, and took six to nine times as long. A piece
+of a volume is often so small where the volume is not. Its halves, each with the border that it reads, run as a batch of
+two here, for which torch always runs oneDNN. Values are those of torch's kernel but for the order of sums.
 """
 
 from __future__ import annotations
