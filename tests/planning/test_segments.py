@@ -67,6 +67,27 @@ def test_random_ops_are_in_no_segment(stem: Captured) -> None:
     assert segments.segment(convolution, segments.calls[-1], Axis(0, 4), 2) is None
 
 
+def test_no_segment_cuts_the_channels_of_a_batch_norm_that_updates_statistics() -> None:
+    """A piece would update its channels' statistics alone, which the trace refuses. In evaluation it updates none."""
+    for training in (True, False):
+        captured = capture(nn.BatchNorm1d(6).train(training), call_of((torch.randn(2, 6, 8),), {}))
+        segments = segments_of(captured)
+        (call,) = segments.calls
+        segment = segments.segment(call, call, Axis(1, samples=2, tokens=6), 2)
+        assert (segment is None) == training
+
+
+@pytest.mark.parametrize("axis", [Axis(0, samples=2), Axis(2)], ids=str)
+def test_a_batch_norm_in_evaluation_runs_along_samples_and_space(axis: Axis) -> None:
+    """Its statistics are those of the whole: none is a norm that needs a pass."""
+    captured = capture(nn.Sequential(nn.BatchNorm2d(6).eval()), call_of((torch.randn(2, 6, 8, 8),), {}))
+    segments = segments_of(captured)
+    (call,) = segments.calls
+    segment = segments.segment(call, call, axis, 2)
+    assert segment is not None
+    assert not segment.tiled.norms
+
+
 def test_hot_ops_are_above_the_target(stem: Captured) -> None:
     """Levels beside a walk through the schedule by hand."""
     graph = with_costs(stem.graph, how="roofline")

@@ -178,6 +178,20 @@ def test_a_wrong_tile_is_refused(monkeypatch: pytest.MonkeyPatch, broken: str, s
 
 
 @pytest.mark.slow
+def test_frozen_batch_norms_run_in_pieces() -> None:
+    """In evaluation, as in fine-tuning. Whole, the norm's operand and result alone would be above the budget."""
+    model, images, labels = step()
+    assert isinstance(model, Classifier)
+    norm = model.stem[1].eval()
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_var is not None
+    norm.running_var.uniform_(0.5, 2.0)
+    budget = 2 * images.shape[0] * 24 * images.shape[2] * images.shape[3] * images.element_size()
+    fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
+    assert fitted.proof.ok
+
+
+@pytest.mark.slow
 def test_a_plan_with_tiles_is_saved_and_used_again(tmp_path: Path) -> None:
     """The same plan, byte for byte, and it runs."""
     model, images, labels = step()

@@ -731,6 +731,10 @@ class _Upsample(Rule):
         return result.narrow(placement.dim, window[0] - part_begin, window[1] - window[0])
 
 
+_EVALUATED_BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
+"""A batch norm in evaluation, as captured steps have it; it has no argument ``training``."""
+
+
 class _ChannelNorm(Rule):
     """A batch norm whose statistics are not over the axis: in evaluation, or where the axis is in the channels, as the
     samples of an instance norm are."""
@@ -738,8 +742,11 @@ class _ChannelNorm(Rule):
     def result_placement(self, call: Call) -> AxisPlacement:
         """Return the placement of the axis in the input: the channels, or any other dimension in evaluation."""
         placement = call.placement("input")
-        if placement is None or (placement.dim != 1 and call["training"] is not False):
+        in_training = call["training"] is not False and call.node.target != _EVALUATED_BATCH_NORM
+        if placement is None or (placement.dim != 1 and in_training):
             raise NotTileable(f"{call.node.name} normalizes over the axis")
+        if in_training and call.node.target == "aten._native_batch_norm_legit.default":
+            raise NotTileable("a batch norm updates statistics that are not over the axis")
         return placement
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
@@ -868,7 +875,7 @@ RULES: Mapping[str, Rule] = {
     "aten.constant_pad_nd.default": _Pad(),
     **{f"aten.{name}_pad{rank}d.default": _BorderPad(reflects=name == "reflection")
        for name in ("replication", "reflection") for rank in (1, 2, 3)},
-    **dict.fromkeys(BATCH_NORMS, _ChannelNorm()),
+    **dict.fromkeys((*BATCH_NORMS, _EVALUATED_BATCH_NORM), _ChannelNorm()),
     "aten.cat.default": _Cat(),
     "aten.slice.Tensor": _Slice(),
     "aten.gather.default": _Gather("self", "index", is_independent_along=_is_read_index_by_index),
