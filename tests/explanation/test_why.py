@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
@@ -108,6 +108,7 @@ messages = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)  # the first call imports
 @given(messages)
 def test_the_parts_add_up_to_the_device(figures: tuple[int, int, int, int, int, int, int | None, list[int]]) -> None:
     total, asked, free, allocated, pools, unallocated, own, others = figures

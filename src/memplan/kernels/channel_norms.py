@@ -414,7 +414,7 @@ def _norm(
     statistics = mean.view(_statistics_shape(sets)), variance.view(_statistics_shape(sets))
     for piece in _pieces(sets):
         values, added, out = (None if tensor is None else tensor[piece] for tensor in viewed)
-        mean_part, variance_part = (_part(tensor, piece) for tensor in statistics)
+        mean_part, variance_part = (tensor[piece] for tensor in statistics)
         assert values is not None
         assert out is not None
         mean_part.copy_(values.mean(sets.dims, keepdim=True, dtype=torch.float64))
@@ -461,8 +461,8 @@ def _backward(
         assert grad is not None
         assert values is not None
         assert out is not None
-        rstd = _part(variances, piece).add(eps).rsqrt_()
-        normalized = values.to(mean.dtype, copy=True).sub_(_part(means, piece)).mul_(rstd)
+        rstd = variances[piece].add(eps).rsqrt_()
+        normalized = values.to(mean.dtype, copy=True).sub_(means[piece]).mul_(rstd)
         if result is None and activation != "none":
             z = _affine(normalized.clone(), piece, scales)
         else:
@@ -519,11 +519,6 @@ def _pieces(sets: _Sets) -> Iterator[tuple[slice, slice]]:
     for sample in range(0, samples, sample_step):
         for group in range(0, groups, group_step):
             yield slice(sample, sample + sample_step), slice(group, group + group_step)
-
-
-def _part(statistics: Tensor, piece: tuple[slice, slice]) -> Tensor:
-    """The statistics, (N, groups, ...), of a range of samples and groups; (1, groups, ...) if it has all samples."""
-    return statistics[:, piece[1]] if piece[0] == slice(None) else statistics[piece]
 
 
 def _affine(values: Tensor, piece: tuple[slice, slice], scales: list[Tensor | None]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.verification.proof import float64_convolutions
-from memplan.verification.proof.float64_convolutions import Float64Convolutions
+from memplan.verification.proof.float64_convolutions import float64_convolutions as in_parts
 
 
 class Sizes(TorchDispatchMode):
@@ -56,9 +56,9 @@ def test_parts_are_the_whole(
     convolution = (nn.Conv2d if rank == 2 else nn.Conv3d)(4, 6, **options).double()
     x = torch.randn(3, 4, *[13] * rank, dtype=torch.float64, requires_grad=needs_gradient)
     expected, sizes = gradients(convolution, x), Sizes()
-    with Float64Convolutions():
+    with in_parts():
         computed = gradients(convolution, x)
-    with sizes, Float64Convolutions():
+    with sizes, in_parts():
         convolution(x).sum().backward()
     for ours, whole in zip(computed, expected, strict=True):
         assert (ours - whole).norm() <= 1e-13 * whole.norm()
@@ -79,7 +79,7 @@ def test_others_run_as_they_are() -> None:
     for module, operand in steps:
         sizes = Sizes()
         expected = module(operand)
-        with sizes, Float64Convolutions():
+        with sizes, in_parts():
             computed = module(operand)
         assert computed.equal(expected)
         assert computed.stride() == expected.stride()

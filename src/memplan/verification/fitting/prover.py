@@ -28,7 +28,7 @@ from memplan.verification.measurement.peak_alone import measure_trial
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_restored, random_state_restored
 from memplan.verification.measurement.trial import Trial, Work
-from memplan.verification.proof.float64_convolutions import Float64Convolutions
+from memplan.verification.proof.float64_convolutions import float64_convolutions
 from memplan.verification.proof.moments import moments_error
 from memplan.verification.proof.near_kinks import NearKinks
 from memplan.verification.proof.proof import Cut, Proof
@@ -187,7 +187,7 @@ class Prover:
             yardstick = self._trial("the step with decisions near kinks flipped", call, kernels=NearKinks)
         else:
             yardstick = self._trial("torch.compile", call, function=_torch.compiled_as_eager(self._step))
-        kernels = nullcontext if self._home.card is not None else Float64Convolutions
+        kernels = nullcontext if self._home.card is not None else float64_convolutions
         return Baselines(reference, self._trial("float64", call, float64=True, kernels=kernels), yardstick)
 
     def _compare(

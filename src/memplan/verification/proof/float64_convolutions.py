@@ -8,13 +8,15 @@ kernel 27 times the operand's memory. In parts of a few rows of a sample it take
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan import _torch
 
 _PART_BYTES = 1 << 22
 """Bytes of a part's unfolded windows at most, unless a single row has more: about what the caches of a core hold."""
@@ -22,19 +24,21 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
-class Float64Convolutions(TorchDispatchMode):
-    """Within this context convolutions in float64 on the CPU, and their derivatives, run in parts.
+def float64_convolutions() -> AbstractContextManager[None]:
+    """Return a context in which convolutions in float64 on the CPU, and their derivatives, run in parts.
 
     Results are those of the whole but for the order in which the parts of a weight's gradient are added up, in float64.
     """
+    return _torch.GuestMode(_run)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run an op."""
-        if not kwargs and func is _CONVOLUTION and (parts := _parts(*args[:2], *args[3:])):
-            return _convolution(parts, *args)
-        if not kwargs and func is _BACKWARD and (parts := _parts(*args[1:3], *args[4:10])):
-            return _backward(parts, *args)
-        return func(*args, **(kwargs or {}))
+
+def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[Any], Any]) -> Any:
+    """Run an op, in parts where it is such a convolution. ``call`` calls an op with these arguments."""
+    if not kwargs and op is _CONVOLUTION and (parts := _parts(*args[:2], *args[3:])):
+        return _convolution(parts, *args)
+    if not kwargs and op is _BACKWARD and (parts := _parts(*args[1:3], *args[4:10])):
+        return _backward(parts, *args)
+    return call(op)
 
 
 class _Part(NamedTuple):
