@@ -861,7 +861,7 @@ RULES: Mapping[str, Rule] = {
     )},
     **{f"aten.{name}.default": _Independent(is_independent_along=_is_no_softmax_dim)
        for name in ("_softmax", "_log_softmax", "_safe_softmax")},
-    "aten._prelu_kernel.default": _Pointwise(),
+    **dict.fromkeys(("aten._prelu_kernel.default", "aten.rsub.Scalar"), _Pointwise()),
     "aten.select.int": _MovedDims(lambda call, rank: [d for d in range(rank) if d != call["dim"] % rank]),
     "aten.convolution.default": _Convolution("input"),
     "aten.max_pool2d_with_indices.default": _Sliding("self", padding_value=-math.inf),
