@@ -31,6 +31,7 @@ MATRIX, MASK = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 1, 3, 3, d
         (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (2, 2, 8, 5, 6), 2),
         (lambda x: F.prelu(x, MATRIX[0, :4]), IMAGE, 2),
         (lambda x: x * (1 - x.sigmoid()), IMAGE, 2),
+        (lambda x: torch.maximum(x, torch.zeros_like(x)) * torch.full_like(x, 2.0) + torch.ones_like(x), IMAGE, 2),
         (lambda x: torch.bmm(x, MATRIX.expand(4, 4, 5)), (4, 6, 4), 0),
         (lambda x: torch.bmm(x, MATRIX.expand(3, 4, 5)), (3, 6, 4), 1),
         (lambda x: torch.baddbmm(x, x, x.transpose(1, 2)), (4, 3, 3), 0),

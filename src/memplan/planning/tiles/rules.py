@@ -845,13 +845,14 @@ def _ignores_index_counts(call: Call, dim: int) -> bool:
 
 
 _COPIES = "clone.default _to_copy.default contiguous.default alias.default detach.default lift_fresh_copy.default"
+_FILLED = "zeros_like.default ones_like.default full_like.default"
 _UPSAMPLES = {f"{kind}{n}d": 0 for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)}
 _UPSAMPLES |= {"upsample_linear1d": 1, "upsample_bilinear2d": 1, "upsample_trilinear3d": 1}
 """By upsampling op: neighbours of an element that it reads on either side."""
 
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": _Pointwise() for name in ELEMENTWISE if not name.endswith("_backward.default")},
-    **{f"aten.{name}": _Independent() for name in _COPIES.split()},
+    **{f"aten.{name}": _Independent() for name in f"{_COPIES} {_FILLED}".split()},
     **{f"aten.{name}.default": _View() for name in ("view", "_unsafe_view", "reshape", "_reshape_alias")},
     **{f"aten.{name}{overload}": _Upsample(neighbours=neighbours) for name, neighbours in _UPSAMPLES.items()
        for overload in (".default", ".vec")},
