@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from memplan.verification.measurement.state_copies import attributes_restored, r
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.float64_convolutions import float64_convolutions
 from memplan.verification.proof.moments import moments_error
-from memplan.verification.proof.near_kinks import NearKinks
+from memplan.verification.proof.near_kinks import KinkSamples
 from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import EXACT, LOSSY, NEAR_KINKS, ROUNDING
 from memplan.verification.proof.verify import Baselines, compare, with_times
@@ -178,17 +178,28 @@ class Prover:
 
     def _baselines(self, call: Call, grade: Grade) -> Baselines:
         """Return the unplanned step; where bits may differ, also in float64, and a yardstick for allowed errors."""
-        reference = self._trial("reference", call)
+        reference, samples = self._trial("reference", call), KinkSamples()
         if grade == "lossy":
             yardstick = self._trial("autocast", call, autocast=self._request.autocast or torch.bfloat16)
         elif self._settings.engine == "graph":
             if grade == "exact":
                 return Baselines(reference)
-            yardstick = self._trial("the step with decisions near kinks flipped", call, kernels=NearKinks)
+            yardstick = self._trial("the step with decisions near kinks flipped", call, kernels=samples.flipped)
         else:
             yardstick = self._trial("torch.compile", call, function=_torch.compiled_as_eager(self._step))
-        kernels = nullcontext if self._home.card is not None else float64_convolutions
-        return Baselines(reference, self._trial("float64", call, float64=True, kernels=kernels), yardstick)
+
+        flips_decisions = grade == "reordered" and self._settings.engine == "graph"
+
+        @contextmanager
+        def in_float64() -> Iterator[None]:
+            """Sample inputs for a yardstick that flips decisions; on the CPU, run convolutions in parts."""
+            with (
+                samples.observed() if flips_decisions else nullcontext(),
+                float64_convolutions() if self._home.card is None else nullcontext(),
+            ):
+                yield
+
+        return Baselines(reference, self._trial("float64", call, float64=True, kernels=in_float64), yardstick)
 
     def _compare(
         self, baselines: Baselines, call: Call, planned: Planned | None, memory: _Memory, predicted: int | None = None,

@@ -84,6 +84,13 @@ class ModuleCopy:
             copies = {name: self._copier.copy_attribute(value) for name, value in attributes.items()}
             self._states[index] = replace(self._states[index], attributes=copies)
 
+    def copy_numbers_from(self, other: ModuleCopy) -> None:
+        """Set attributes that are numbers, such as a count of calls, to those of another copy of the same module."""
+        for own, others in zip(self._states, other._states, strict=True):
+            own.attributes.update(
+                {name: value for name, value in others.attributes.items() if isinstance(value, (int, float))}
+            )
+
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Copied parameters by name, tied parameters once."""

@@ -195,6 +195,11 @@ class Trial:
         """Copy the values of another trial's parameters and buffers into this trial's."""
         self._copy_state(other.parameters, other.buffers)
 
+    def copy_numbers_from(self, other: Trial) -> None:
+        """Copy attributes of another trial's module that are numbers: its forward may count calls."""
+        if self._copy is not None and other._copy is not None:
+            self._copy.copy_numbers_from(other._copy)
+
     def _copy_state(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Copy values into this trial's parameters and buffers, by name."""
         with torch.no_grad():

@@ -200,10 +200,12 @@ class Proof(Saved, Displayed):
         if self.grade == "lossy":
             return self._lossy_errors()
         worst = max(errors, key=lambda error: error.error / error.allowed if error.allowed else error.error)
+        own = worst.own or worst.reference  # files of older versions have the latter alone
+        yardstick = f", another execution of it by {worst.reference:.2g}," if worst.reference > own else ""
         return (
             f"farthest from {truth_label(self.truth)}, of what is allowed: "
             f"{worst.name}, by {worst.error:.2g} (L2 norm {worst.norm:.2g}) where the step without a plan is by "
-            f"{worst.reference:.2g} and {worst.allowed:.2g} is allowed"
+            f"{own:.2g}{yardstick} and {worst.allowed:.2g} is allowed"
         )
 
     def _lossy_errors(self) -> str:

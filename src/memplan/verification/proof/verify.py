@@ -120,8 +120,8 @@ def compare(
     Where bits may differ, errors are measured from the step in float64, or from the step without a plan where float64
     does not run or draws other random numbers. The errors of the yardstick are allowed. Where it does not run or is not
     accurate enough (`rounding.is_yardstick`), the errors of the step without a plan are allowed; where errors are
-    measured from that step, only the tolerance's few eps are. A candidate as accurate as the step without a plan needs
-    no yardstick, unless it is lossy: that of reordered sums runs only in steps in which the candidate is less accurate.
+    measured from that step, only the tolerance's few eps are. For reordered sums the yardstick runs only in steps in
+    which the candidate's error is not allowed without it; for lossy plans it always runs.
     Trials have not run yet; ``predicted`` and ``budget`` are bytes, for the proof.
     """
     reference = baselines.reference
@@ -183,6 +183,8 @@ def _compare_once(
     with _releasing(trials), Meter() as meter:
         for step in range(steps):
             before = RandomState.now()
+            if spare is not None:  # it may not have run in the step before
+                spare.copy_numbers_from(reference)
             for trial in trials:
                 trial.prepare()
                 trial.record_gradients()
