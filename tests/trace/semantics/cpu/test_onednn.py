@@ -27,6 +27,17 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+POINTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "more outputs": (lambda: nn.Conv2d(128, 512, 1, bias=False), (5, 128, 28, 28)),
+    "more inputs": (lambda: nn.Conv2d(256, 32, 1, bias=False), (8, 256, 14, 14)),
+    "few channels": (lambda: nn.Conv2d(64, 32, 1, bias=False), (8, 64, 32, 32)),
+    "rows of a prime": (lambda: nn.Conv2d(128, 64, 1, bias=False), (2, 128, 23, 29)),
+    "one image": (lambda: nn.Conv2d(48, 32, 1, bias=False), (1, 48, 40, 40)),
+    "a volume": (lambda: nn.Conv3d(64, 128, 1, bias=False), (2, 64, 8, 16, 16)),
+}
+"""1x1 kernels, which threads divide along the batch, the channels, or both."""
+
+
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -37,13 +48,24 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_partial_sums_of_two_threads(name: str) -> None:
-    make, shape = LAYERS[name]
+    assert_peak_is_measured(*LAYERS[name])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", POINTS)
+def test_partial_sums_of_points(name: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    assert_peak_is_measured(*POINTS[name])
+
+
+def assert_peak_is_measured(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """Compare the predicted peak of a layer's step, which is at the weight gradient, with the profiler's."""
 
     def build() -> Callable[[], None]:
         layer, x = make(), torch.randn(shape)
 
         def step() -> None:
-            layer(x).pow(2).sum().backward()
+            layer(x).sum().backward()
             layer.zero_grad()
 
         return step

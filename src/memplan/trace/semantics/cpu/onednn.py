@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 
-from memplan.trace.semantics.layout import padded, simd
+from memplan.trace.semantics.layout import ceil_div, padded, simd
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,20 +251,55 @@ def _weight_sums(conv: Shape, weight: int) -> int:
     them, for all threads but the first.
 
     Threads share channels instead if the weight is large compared to the tensors: oneDNN minimizes the bytes moved
-    (`balance` in jit_avx512_common_conv_kernel.cpp and jit_avx512_common_1x1_conv_kernel.cpp, src/cpu/x64, where a
-    weight of a 1x1 kernel costs 12 times its bytes; the other limit is approximate). ``weight``: bytes of the weight in
-    the kernel's layout.
+    (`balance` in jit_avx512_common_conv_kernel.cpp, src/cpu/x64). The limit here is approximate, except for 1x1 kernels
+    in float32. ``weight``: bytes of the weight in the kernel's layout.
     """
+    if conv.pointwise and conv.itemsize == 4 and simd() == 16:  # bfloat16 and AVX2 have kernels with other rules
+        others = _threads_along_batch(conv) - 1
+        return others * weight + _REDUCTION_BARRIERS if others else 0
     others = min(torch.get_num_threads(), conv.batch * _image_parts(conv)) - 1
-    weight_cost = 12 if conv.pointwise else 5
-    if others == 0 or weight_cost * weight > min(conv.input_bytes() // prod(conv.stride), conv.output_bytes()):
+    if others == 0 or 5 * weight > min(conv.input_bytes() // prod(conv.stride), conv.output_bytes()):
         return 0
     bias = 0 if conv.pointwise else padded(conv.outputs, simd()) * conv.itemsize  # also where the layer has none
     return others * (weight + bias) + _REDUCTION_BARRIERS
 
 
+def _threads_along_batch(conv: Shape) -> int:
+    """Return how many threads divide the batch and the positions of its images for the weight gradient of a 1x1 kernel
+    in float32; each of them has partial sums. Further threads divide the channels.
+
+    Of all divisions, oneDNN takes the one in which a thread reads and writes the fewest elements, where the weight
+    counts twelvefold; of several, the one with most threads along the batch, then along the output's channels
+    (`balance` in src/cpu/x64/jit_avx512_common_1x1_conv_kernel.cpp).
+    """
+    threads, block, positions = torch.get_num_threads(), simd(), _positions_at_once(conv)
+    steps = conv.batch * prod(conv.output_space) // positions
+    input_blocks, output_blocks = ceil_div(conv.inputs, block), ceil_div(conv.outputs, block)
+    divisions = list[tuple[int, int, int]]()
+    for along_batch in range(1, min(threads, steps) + 1):
+        thread_positions = ceil_div(steps, along_batch) * positions
+        for of_outputs in range(1, min(threads // along_batch, output_blocks) + 1):
+            of_inputs = min(threads // along_batch // of_outputs, input_blocks)
+            inputs, outputs = ceil_div(input_blocks, of_inputs) * block, ceil_div(output_blocks, of_outputs) * block
+            moved = thread_positions * (inputs + outputs) + 12 * inputs * outputs
+            divisions.append((moved, -along_batch, -of_outputs))
+    along_batch = -min(divisions)[1]
+    return min(conv.batch, threads) if threads // 2 < along_batch < threads else along_batch
+
+
+def _positions_at_once(conv: Shape) -> int:
+    """Return the positions of an image that a 1x1 kernel for weight gradients adds up in a step (``reduce_block`` of
+    the same file): the largest divisor from 7 to 16, or else the smallest divisor of a row from 4 on."""
+    positions, row = prod(conv.output_space), conv.output_space[-1]
+    divisors = [size for size in range(min(7, positions), min(16, positions) + 1) if positions % size == 0]
+    if divisors:
+        return divisors[-1]
+    of_row = next(size for size in range(min(4, row), row + 1) if row % size == 0)
+    return of_row if of_row <= 256 else 1
+
+
 def _image_parts(conv: Shape) -> int:
-    """Return into how many parts threads divide an image of a weight gradient (``nthr_mb_work`` of the same files):
+    """Return into how many parts threads divide an image of a weight gradient (``nthr_mb_work`` of the same file):
     positions of a 1x1 kernel, slices of a volume, groups of at least 9 rows of an image. Where a volume has more than a
     block of channels, threads divide these."""
     if conv.pointwise:
