@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -166,6 +167,27 @@ def test_a_long_segment_in_many_pieces_is_measured_by_few(
     seconds = op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu")
     assert seconds == pytest.approx(5e-3 + 16 * piece_seconds)
     assert pieces_run == expected_pieces
+
+
+def test_a_segment_in_many_pieces_runs_as_a_whole_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece returns when its kernels are launched, in 30 ms; all pieces take 10 s, for which synchronizing waits."""
+    now = 0.0
+
+    def launch(*called: Any) -> None:
+        nonlocal now
+        now += 0.03
+
+    def synchronize(place: str) -> None:
+        nonlocal now
+        now = 10.0 * math.ceil(now / 10.0)
+
+    monkeypatch.setattr(op_timing, "run_pieces", launch)
+    monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
+    monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: launch)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=synchronize))
+    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
+    assert op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cuda:0") == pytest.approx(10.0)
 
 
 def test_the_random_stream_grad_mode_and_autocast_of_the_caller_are_as_before() -> None:

@@ -428,7 +428,8 @@ def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
     """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time.
     ``timed_call``: the target, args and kwargs of an op, with a Ref in place of each tensor."""
     target, args, kwargs = timed_call
-    if target in TILE_OPS and tile_of(args[-1]).pieces >= _MANY_PIECES:
+    on_cpu = torch.device(place).type == "cpu"  # on a card, the time of a few pieces is that of their launches
+    if on_cpu and target in TILE_OPS and tile_of(args[-1]).pieces >= _MANY_PIECES:
         seconds = _seconds_by_pieces(target, _synthetic_arguments(graph, args, kwargs, place)[0])
         if seconds is not None:
             return seconds
@@ -446,7 +447,7 @@ def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
         return time.perf_counter() - begin
 
     total_seconds = run()  # also prepares kernels
-    counts = total_seconds >= _LONG_SECONDS and torch.device(place).type == "cpu"  # a card loads kernels for long
+    counts = total_seconds >= _LONG_SECONDS and on_cpu  # a card loads kernels for long
     times = [total_seconds] if counts else []
     while not times or (len(times) < _RUNS and total_seconds < _ENOUGH_SECONDS):
         times.append(run())
