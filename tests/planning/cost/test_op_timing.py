@@ -147,11 +147,11 @@ def test_a_long_op_runs_once_and_a_short_one_several_times(
     assert seconds == pytest.approx(first if runs == 1 else first - 5e-4)
 
 
-@pytest.mark.parametrize(("piece_seconds", "expected_pieces"), [(0.1, 1 + 1 + 3), (1e-3, 2 + 2 * 16)])
+@pytest.mark.parametrize(("piece_seconds", "expected_pieces"), [(0.1, 2 * 1 + 2 * 3), (1e-3, 2 + 2 * 16)])
 def test_a_long_segment_in_many_pieces_is_measured_by_few(
     monkeypatch: pytest.MonkeyPatch, piece_seconds: float, expected_pieces: int
 ) -> None:
-    """Of sixteen pieces, which share 5 ms, one runs twice and then three; those of a short segment all run, twice."""
+    """Of sixteen pieces, which share 5 ms, one runs twice, and three do; those of a short segment all run, twice."""
     now, pieces_run = 0.0, 0
 
     def run_pieces(target: str, args: Any, pieces: Any) -> None:
@@ -167,6 +167,46 @@ def test_a_long_segment_in_many_pieces_is_measured_by_few(
     seconds = op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu")
     assert seconds == pytest.approx(5e-3 + 16 * piece_seconds)
     assert pieces_run == expected_pieces
+
+
+@pytest.mark.parametrize("slow_run", range(4))
+@pytest.mark.parametrize("load", [0.05, 0.5, 5.0])
+def test_load_during_one_run_of_a_few_pieces_adds_no_time(
+    monkeypatch: pytest.MonkeyPatch, slow_run: int, load: float
+) -> None:
+    """Of sixteen pieces of 100 ms, each run of a few could be slower than the others by ``load`` seconds."""
+    now, runs = 0.0, 0
+
+    def run_pieces(target: str, args: Any, pieces: Any) -> None:
+        nonlocal now, runs
+        now += len(pieces) * 0.1 + (load if runs == slow_run else 0.0)
+        runs += 1
+
+    monkeypatch.setattr(op_timing, "run_pieces", run_pieces)
+    monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
+    monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: lambda: run_pieces("", (), range(16)))
+    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
+    assert op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu") == pytest.approx(1.6)
+
+
+def test_a_segment_whose_first_piece_takes_most_of_the_time_is_measured_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first piece is as slow as a busy machine makes it, or the pieces share so much: sixteen take 0.8 s, whatever
+    one takes by itself."""
+    now = 0.0
+
+    def run_pieces(target: str, args: Any, pieces: Any) -> None:
+        nonlocal now
+        now += 0.8 if len(pieces) == 16 else 0.3 + 0.02 * len(pieces)
+
+    monkeypatch.setattr(op_timing, "run_pieces", run_pieces)
+    monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
+    monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: lambda: run_pieces("", (), range(16)))
+    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
+    assert op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu") == pytest.approx(0.8)
 
 
 def test_a_segment_in_many_pieces_runs_as_a_whole_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

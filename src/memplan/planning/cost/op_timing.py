@@ -63,8 +63,9 @@ _ENOUGH_SECONDS = 0.01
 _LONG_SECONDS = 0.2
 """Seconds of a first run from which on it counts: kernels are prepared in a few ms. Such ops are segments that run
 piece by piece, and a search for these measures many."""
-_MANY_PIECES = 8
-"""Pieces of a segment from which on a few of them are measured, if all take more than `_LONG_SECONDS`."""
+_MANY_PIECES = 12
+"""Pieces of a segment from which on a few of them are measured, eight runs of a piece, if all take more than
+`_LONG_SECONDS`."""
 _RANDOM_ELEMENTS = 1 << 16
 """Random numbers that are drawn for a synthetic tensor; a larger tensor repeats them."""
 _REQUESTED = "requested_bytes.all.peak"
@@ -457,7 +458,12 @@ def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
 
 def _seconds_by_pieces(target: str, args: Sequence[Any]) -> float | None:
     """Return the seconds of a segment's op with many pieces on the CPU, from those of one piece and of three: what all
-    pieces share, such as the memory of the results, is in both. None for a short op, which is measured as a whole."""
+    pieces share, such as the memory of the results, is in both. Other load on the machine only adds time, and an error
+    counts once for each piece: so the faster of two runs counts.
+
+    None where the op is measured as a whole: a short one, or one in which more than three quarters of the time of a
+    piece alone are shared, so that the difference is too inexact.
+    """
     tiled = tile_of(args[-1])
     middle = tiled.pieces // 2
 
@@ -467,12 +473,12 @@ def _seconds_by_pieces(target: str, args: Sequence[Any]) -> float | None:
         run_pieces(target, args, pieces)
         return time.perf_counter() - begin
 
-    run(middle)  # prepares kernels
-    one = run(middle)
+    one = min(run(middle), run(middle))  # the first prepares kernels
     if tiled.pieces * one < _LONG_SECONDS:
         return None
-    three = run(middle - 1, middle, middle + 1)
-    return one + (tiled.pieces - 1) * max(0.0, three - one) / 2
+    three = min(run(middle - 1, middle, middle + 1) for _ in range(2))
+    each_further = (three - one) / 2
+    return one + (tiled.pieces - 1) * each_further if each_further >= one / 4 else None
 
 
 def workspace_on(place: str, call: Callable[[], Any]) -> int:
