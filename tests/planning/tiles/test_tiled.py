@@ -294,11 +294,11 @@ def test_derivatives_of_what_is_behind_a_norm_are_computed_for_its_sums() -> Non
     assert counts["relu"] == [2.0]
 
 
-def test_the_largest_piece_has_a_row_more_and_two_borders() -> None:
-    """Ten rows in four pieces of 2, 3, 2 and 3: with a border on each side the second reads five, the last four."""
+def test_of_pieces_with_windows_of_the_same_sizes_one_is_measured() -> None:
+    """Twenty rows in eight pieces of 2, 3, 2, 3 and so on, with a border on each side; the first and last have one."""
     model = nn.Conv2d(1, 1, 3, padding=1)
-    program, _ = recorded(model, [torch.randn(1, 1, 10, 4)], model.parameters())
-    assert Tiled(program, Axis(2), 4).largest_piece == 1
+    program, _ = recorded(model, [torch.randn(1, 1, 20, 4)], model.parameters())
+    assert Tiled(program, Axis(2), 8).unlike_pieces == [0, 1, 2, 7]
 
 
 @pytest.mark.parametrize(

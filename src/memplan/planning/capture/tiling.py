@@ -266,12 +266,10 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
 
 
 def _measured_scratch(target: str, args: Sequence[Any]) -> int:
-    """Return the workspace of a segment's op in bytes, by recording the pieces that can need most: the largest, and the
-    first and the last, which pad."""
+    """Return the workspace of a segment's op in bytes, by recording the pieces that can need most."""
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
-        tiled = tile_of(arguments[-1])
-        pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})
+        pieces = tile_of(arguments[-1]).unlike_pieces
         with allocations.span("op"):
             results = run_pieces(target, arguments, pieces)
         del results

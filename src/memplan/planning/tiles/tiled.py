@@ -245,14 +245,16 @@ class Tiled:
         return min(map(self.size, self._computed_by_pieces))
 
     @cached_property
-    def largest_piece(self) -> int:
-        """The piece that computes most: with the borders on both sides, and a row more where pieces do not divide."""
-        return max(range(self.pieces), key=self._computed_bytes)
-
-    def _computed_bytes(self, piece: int) -> int:
-        """Return the bytes of all values along the axis that a piece computes, with their borders."""
-        windows, likes = self.windows(self._windows_to_compute(piece)), self.program.likes
-        return sum(likes[value].bytes * (high - low) // self.size(value) for value, (low, high) in windows.items())
+    def unlike_pieces(self) -> list[int]:
+        """Pieces of which one takes the most memory, in order: the first and the last, which pad, and of all pieces
+        whose windows have the same sizes the first. A smaller one can take more, as sizes select kernels."""
+        piece_of_sizes = dict[tuple[tuple[int, int], ...], int]()
+        for piece in range(self.pieces):
+            windows = self.windows(self._windows_to_compute(piece))
+            sizes = tuple(sorted((value, high - low) for value, (low, high) in windows.items()))
+            at_border = self.axis.dim > 0 and piece in (0, self.pieces - 1)
+            piece_of_sizes.setdefault((*sizes, (-1, piece)) if at_border else sizes, piece)
+        return list(piece_of_sizes.values())
 
     @property
     def result_likes(self) -> list[Like]:
