@@ -43,6 +43,7 @@ MATRIX, MASK = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 1, 3, 3, d
         (lambda x: x.mean(-4), IMAGE, 0),
         (lambda x: x.reshape(24, 5), (3, 8, 5), 1),
         (lambda x: x.transpose(0, 1).reshape(12, 5), (4, 3, 5), 0),
+        (lambda x: F.pad(x, []) * 2, IMAGE, 2),
         (lambda x: F.pad(x, (1, 2, 3, 4), mode="replicate"), IMAGE, 2),
         (lambda x: F.pad(x, (1, 2, 3, 0), mode="replicate"), IMAGE, 0),
         (lambda x: F.pad(x, (0, 0, 9, 0), mode="replicate"), (2, 3, 5, 4), 2),

@@ -426,6 +426,9 @@ class _Cat(Rule):
 class _Pad(Rule):
     """``constant_pad_nd``."""
 
+    _argument = "pad"
+    """Name of the op's argument that lists the padding."""
+
     def result_placement(self, call: Call) -> AxisPlacement:
         """Return the placement of the axis in the operand."""
         placement = call.placement("self")
@@ -433,10 +436,9 @@ class _Pad(Rule):
             raise NotTileable(f"{call.node.name} pads merged dimensions")
         return placement
 
-    @staticmethod
-    def _padding(call: Call, dim: int) -> tuple[int, int]:
-        """Return the padding before and after a dimension: ``pad`` lists pairs from the last dimension on."""
-        pad, dims_behind = call["pad"] or call["padding"], len(call.shape("self")) - 1 - dim
+    def _padding(self, call: Call, dim: int) -> tuple[int, int]:
+        """Return the padding before and after a dimension: the op lists pairs from the last dimension on."""
+        pad, dims_behind = call[self._argument], len(call.shape("self")) - 1 - dim
         is_listed = 2 * dims_behind + 1 < len(pad)
         return (pad[2 * dims_behind], pad[2 * dims_behind + 1]) if is_listed else (0, 0)
 
@@ -456,7 +458,7 @@ class _Pad(Rule):
         low, high = element_range(placement, window)
         before, _ = self._padding(call, placement.dim)
         _, window_padding = _clipped(low - before, high - before, call.shape("self")[placement.dim])
-        dims_behind, pad = len(call.shape("self")) - 1 - placement.dim, list(call["pad"])
+        dims_behind, pad = len(call.shape("self")) - 1 - placement.dim, list(call[self._argument])
         if 2 * dims_behind + 1 < len(pad):
             pad[2 * dims_behind : 2 * dims_behind + 2] = window_padding
         value = [] if call["value"] is None else [call["value"]]
@@ -465,6 +467,8 @@ class _Pad(Rule):
 
 class _BorderPad(_Pad):
     """``replication_pad`` and ``reflection_pad``: what is padded repeats elements near the border of the operand."""
+
+    _argument = "padding"
 
     def __init__(self, *, reflects: bool) -> None:
         """``reflects``: whether the elements behind the border are repeated, else that at the border."""
@@ -495,7 +499,7 @@ class _BorderPad(_Pad):
         """Pad the piece's part, along the axis at the borders of the whole alone, and cut the window out of that."""
         dim, part = call.result_placement.dim, tensor_of(call["self"].value)
         (begin, _), (missing_before, missing_after) = self._read_range(call, window)
-        dims_behind, pad = len(call.shape("self")) - 1 - dim, list(call["padding"])
+        dims_behind, pad = len(call.shape("self")) - 1 - dim, list(call[self._argument])
         if 2 * dims_behind + 1 < len(pad):
             pad[2 * dims_behind : 2 * dims_behind + 2] = missing_before, missing_after
         result = op(part, pad) if any(pad) else part
