@@ -228,6 +228,24 @@ def test_a_proof_of_early_updates_needs_room_for_copies_of_their_gradients(monke
         fitted.undo()
 
 
+def test_fewer_samples_with_early_updates_need_room_for_the_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of 256 samples take what they take unplanned, at most, and the copies of gradients, beside another trial."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))), torch.randn(256, 128)
+    options: dict[str, Any] = {"loss": torch.sum, "optimizer": torch.optim.SGD, "early": True, "budget": "1 GiB"}
+    made, fewer = (plan(model, inputs, **options) for inputs in (x, x[:64]))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    needed = fewer.eager_peak + weights + (weights + weights + x.nbytes)
+    assert fewer.eager_peak < made.peak, "else the plan's peak is the bound"
+    for spare in (-16, 16):
+        machine(monkeypatch, needed + spare)
+        fitted = fit(model, x, **options, pairs=0)
+        assert fitted.proof.cut is not None
+        assert (fitted.proof.cut.samples == 64) == (spare > 0)
+        assert fitted.proof.cut.samples <= 64
+        fitted.undo()
+
+
 @pytest.mark.slow
 def test_moments_in_8_bits_need_room_for_two_more_copies(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]

@@ -47,14 +47,22 @@ unplanned step is compared with itself)."""
 class _Memory:
     """Predicted bytes of a call's trials."""
 
-    peak: int
-    """Of the step without a plan, while it runs; of the planned step and copies of the gradients that its early updates
-    free, if that is more."""
+    eager: int
+    """Of the step without a plan, while it runs."""
+    planned: int
+    """Of the step as it is to be proven, at most, while it runs."""
     idle: int
     """Of a trial that waits while another runs."""
     copies: int = 1
     """Number of copies of weights, gradients and state beside a running step: one of another trial, two where moments
     in 8 bits are compared."""
+    recorded: int = 0
+    """Of copies of the gradients that the early updates of the planned step free."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes while the step runs: planned or not, whichever takes more; the planned with copies of its gradients."""
+        return max(self.eager, self.planned + self.recorded)
 
     @property
     def beside(self) -> int:
@@ -118,8 +126,9 @@ class Prover:
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._request.bytes
         recorded = self._trained_bytes() if planned is not None and self._settings.gradients.updates_early else 0
         memory = _Memory(
-            max(plan.eager_peak, predicted + recorded), self._idle_bytes(plan), copies=2 if _has_moments(planned) else 1
-        )
+            plan.eager_peak, predicted, self._idle_bytes(plan), copies=2 if _has_moments(planned) else 1,
+            recorded=recorded,
+        )  # fmt: skip
         smaller, call, cut, measured = self._smaller_call(plan, memory), self._request.call, None, True
         if smaller is None and self._home.card is None:
             baselines = self._baselines(call, _grade(plan))  # built before the plan is installed: they run unplanned
@@ -351,16 +360,16 @@ class Prover:
 
     # -- memory
 
-    def _smaller_call(self, plan: Plan, memory: _Memory, needed: int | None = None) -> tuple[Call, Cut, _Memory] | None:
+    def _smaller_call(self, plan: Plan, whole: _Memory, needed: int | None = None) -> tuple[Call, Cut, _Memory] | None:
         """Return a call with fewer samples to prove instead of the whole call, its description, and the memory that it
         takes; None if free memory suffices for the whole call.
 
         On a card it is the largest for which there is room for all comparisons: bits that differ are held against the
         step in float64. Where there is room for none, it is the smallest for which there is room for the first one.
-        ``memory`` is what the whole call takes; ``needed`` the bytes where it is known that they do not suffice for it.
+        ``whole`` is what the whole call takes; ``needed`` the bytes where it is known that they do not suffice for it.
         Raises UsageError if no smaller call fits."""
         free, rounds = free_memory.available(self._home), self._settings.engine != "graph" or _grade(plan) != "exact"
-        needed_for_all = memory.beside_float64 if rounds else memory.beside
+        needed_for_all = whole.beside_float64 if rounds else whole.beside
         if free is None or (needed is None and needed_for_all <= free):
             return None
         needed = needed or needed_for_all
@@ -377,7 +386,10 @@ class Prover:
                     )
             except MemplanError:  # the model does not accept fewer samples
                 break
-            memory = replace(memory, peak=timeline.steps[-1].peak_reserved)
+            eager = timeline.steps[-1].peak_reserved
+            # by the same choices it takes less than all samples do, by their inputs at least
+            planned = min(whole.planned - (_bytes(self._request.call) - _bytes(call)), eager)
+            memory = replace(whole, eager=eager, planned=planned)
             if memory.beside <= free:
                 last = call, Cut(samples, total, needed, free, measured=False), memory
                 may_need_float64 = rounds or self._home.card is not None
@@ -430,6 +442,11 @@ class Prover:
 def _has_moments(planned: Planned | None) -> bool:
     """Return whether a plan has moments in 8 bits."""
     return planned is not None and bool(planned.plan.precision.moments)
+
+
+def _bytes(call: Call) -> int:
+    """Return the bytes of the tensors of a call."""
+    return sum(tensor.nbytes for tensor in call.tensors)
 
 
 def _grade(plan: Plan) -> Grade:
