@@ -19,7 +19,7 @@ from memplan.errors import BudgetError
 from memplan.planning import tile_search
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.planner import Planner
-from memplan.planning.segments import Segments
+from memplan.planning.segments import OverBudgetOp, Segments
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned
 from memplan.planning.tile_search import over_budget_ops_of, planned_in_tiles
@@ -139,6 +139,25 @@ def test_a_tile_is_laid_wider_where_more_pieces_cannot_help(
     else:
         assert (changed.first, changed.last) != (narrow.first, narrow.last)
         assert changed.first <= narrow.first <= narrow.last <= changed.last
+
+
+def test_a_tile_around_an_op_with_its_scratch_is_laid_where_none_lowers_the_rest() -> None:
+    """Of 100 bytes, 30 are a piece's, and 60 are the budget. No segment lowers the other 70, none can have more pieces;
+    one lowers the whole."""
+    over = OverBudgetOp(call=4, level=100, live=(), scratch=30, in_backward=True, is_tile=True)
+    narrow, wide = Tile(4, 4, Axis(2), 2), Tile(3, 5, Axis(2), 2)
+    asked = list[int]()
+
+    def tile_around(op: OverBudgetOp, *_: Any) -> Tile | None:
+        asked.append(op.level)
+        return wide if op.level == 100 and op.scratch == 30 else None
+
+    segments: Any = SimpleNamespace(tile_around=tile_around, tile_in_more_pieces=lambda tile: None)
+    study: Any = SimpleNamespace(least_peak=lambda settings: 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tile_search, "over_budget_ops_of", lambda *of: [over])
+        assert tile_search._more_tiles(segments, study, Settings(), 60, (narrow,), 2.0) == (wide,)
+    assert asked == [70, 100]
 
 
 def in_tiles(captured: Callable[[Sequence[Tile]], Any]) -> Planned:

@@ -195,8 +195,8 @@ def _more_tiles(
         if index is not None and op.is_tile:
             finer = segments.tile_in_more_pieces(chosen[index])
             if op.level - op.scratch > budget:  # what is live beside a piece is too much already
-                op = replace(op, level=op.level - op.scratch, scratch=0)
-                wider = segments.tile_around(op, budget, chosen, premium) if new_count < AT_ONCE else None
+                beside_piece = replace(op, level=op.level - op.scratch, scratch=0)
+                wider = segments.tile_around(beside_piece, budget, chosen, premium) if new_count < AT_ONCE else None
                 if wider is not None:
                     chosen, new_count = _in_place_of_contained(chosen, wider), new_count + 1
                     continue
