@@ -14,15 +14,17 @@ from memplan.verification.proof.float64_convolutions import float64_convolutions
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the largest operand of a convolution or its derivative, in elements, within the context."""
+    """Notes the largest operand of a convolution or its derivative, in elements, within the context, and counts the
+    derivatives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest = self.derivatives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "convolution" in str(func):
             self.largest = max(self.largest, args[0].numel(), args[1].numel())
+            self.derivatives += "backward" in str(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -46,11 +48,11 @@ def gradients(convolution: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         (3, {"kernel_size": 3, "padding": 1, "stride": (2, 1, 1)}),
     ],
 )
-@pytest.mark.parametrize("part_bytes", [1, 20_000])
+@pytest.mark.parametrize("part_bytes", [1, 20_000, 100_000])
 def test_parts_are_the_whole(
     monkeypatch: pytest.MonkeyPatch, rank: int, options: dict[str, Any], needs_gradient: bool, part_bytes: int
 ) -> None:
-    """Single rows, and several."""
+    """Single rows, several, and two of three samples."""
     monkeypatch.setattr(float64_convolutions, "_PART_BYTES", part_bytes)
     torch.manual_seed(0)
     convolution = (nn.Conv2d if rank == 2 else nn.Conv3d)(4, 6, **options).double()
@@ -63,7 +65,20 @@ def test_parts_are_the_whole(
     for ours, whole in zip(computed, expected, strict=True):
         assert (ours - whole).norm() <= 1e-13 * whole.norm()
     assert [tensor.stride() for tensor in computed] == [tensor.stride() for tensor in expected]
-    assert sizes.largest <= max(x.numel(), expected[0].numel()) // 3 * 2  # of a sample, with its padding
+    windows = expected[0][:, 0].nbytes * convolution.weight[0].numel()
+    if windows > part_bytes:
+        most = max(x.numel(), expected[0].numel())  # a sample with its padding has less than two, and two than three
+        assert sizes.largest <= most // 3 * 2 or (part_bytes == 100_000 and sizes.largest < most)
+
+
+def test_parts_are_as_large_as_the_gradient_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part adds up a whole one."""
+    monkeypatch.setattr(float64_convolutions, "_PART_BYTES", 1)
+    convolution, x, sizes = nn.Conv2d(64, 64, 3, padding=1).double(), torch.randn(16, 64, 4, 4).double(), Sizes()
+    windows = x.nbytes * 3 * 3
+    with sizes, in_parts():
+        convolution(x).sum().backward()
+    assert 1 < sizes.derivatives <= windows / convolution.weight.nbytes
 
 
 def test_others_run_as_they_are() -> None:

@@ -2,7 +2,8 @@
 
 On the CPU torch unfolds the operand of a convolution in float64: it copies each window, for the whole batch at once
 (aten/src/ATen/native/ConvolutionMM2d.cpp, ConvolutionMM3d.cpp). That takes longer than the product, and for a 3 x 3 x 3
-kernel 27 times the operand's memory. In parts of a few rows of a sample it takes half as long.
+kernel 27 times the operand's memory. In parts of a few rows of a sample, or of a few small samples, it takes half as
+long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.nn import functional as F
 from memplan import _torch
 
 _PART_BYTES = 1 << 22
-"""Bytes of a part's unfolded windows at most, unless a single row has more: about what the caches of a core hold."""
+"""Bytes of a part's unfolded windows at most, unless a single row or the weight has more: about what the caches of a
+core hold. Each part adds up a whole gradient of the weight, which takes longer than a part that is smaller."""
 _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -42,9 +44,10 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable
 
 
 class _Part(NamedTuple):
-    """Some rows of the result of a sample: rows are the first dimension of space."""
+    """Some rows of the result of a sample, or all of several samples: rows are the first dimension of space."""
 
-    sample: int
+    samples: tuple[int, int]
+    """Range of samples."""
     result: tuple[int, int]
     """Range of rows of the result."""
     operand: tuple[int, int]
@@ -54,13 +57,11 @@ class _Part(NamedTuple):
 
     def of_result(self, tensor: Tensor) -> Tensor:
         """Return this part of the result, or of its gradient, as a view."""
-        begin, end = self.result
-        return tensor[self.sample : self.sample + 1, :, begin:end]
+        return tensor[slice(*self.samples), :, slice(*self.result)]
 
     def of_operand(self, tensor: Tensor) -> Tensor:
         """Return the rows that this part reads, as a view without the padding."""
-        begin, end = self.operand
-        return tensor[self.sample : self.sample + 1, :, begin:end]
+        return tensor[slice(*self.samples), :, slice(*self.operand)]
 
     def padded(self, x: Tensor) -> Tensor:
         """Return the rows of the operand with their padding."""
@@ -90,24 +91,27 @@ def _parts(
     row_bytes = x.element_size() * math.prod(weight.shape[1:]) * math.prod(sizes[1:])
     if min(sizes) < 1 or not row_bytes:
         return []
-    rows = min(sizes[0], max(1, _PART_BYTES // row_bytes))
+    part_rows = max(1, max(_PART_BYTES, weight.nbytes) // row_bytes)
+    rows, samples = min(sizes[0], part_rows), max(1, part_rows // sizes[0])
     geometry = x.shape[2], spans[0], options[0][0], options[1][0]
     parts = [
-        _part(sample, begin, min(begin + rows, sizes[0]), *geometry)
-        for sample in range(x.shape[0])
+        _part((sample, min(sample + samples, x.shape[0])), begin, min(begin + rows, sizes[0]), *geometry)
+        for sample in range(0, x.shape[0], samples)
         for begin in range(0, sizes[0], rows)
     ]
     return parts if len(parts) > 1 else []
 
 
-def _part(sample: int, begin: int, end: int, size: int, span: int, stride: int, padding: int) -> _Part:
-    """Return the part with rows ``begin`` to ``end`` of the result. ``size``: rows of the operand; ``span``: of a
-    window."""
+def _part(
+    samples: tuple[int, int], begin: int, end: int, size: int, span: int, stride: int, padding: int
+) -> _Part:  # fmt: skip
+    """Return the part of these samples with rows ``begin`` to ``end`` of the result. ``size``: rows of the operand;
+    ``span``: of a window."""
     first, last = begin * stride - padding, (end - 1) * stride - padding + span  # in the padded operand
     low = min(max(first, 0), size)
     high = min(max(last, low), size)
     before = min(max(-first, 0), last - first)
-    return _Part(sample, (begin, end), (low, high), (before, last - first - before - (high - low)))
+    return _Part(samples, (begin, end), (low, high), (before, last - first - before - (high - low)))
 
 
 def _convolution(
