@@ -148,10 +148,11 @@ def test_the_measured_distance_is_that_of_the_largest_rounding_error(count: int)
     for dtype in (torch.float64, torch.float32):
         seen = inputs[dtype] = []
         converted = copy.deepcopy(model).to(dtype)
-        for layer in converted.layers:
-            layer[2].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].detach()))
+        for relu in (module for module in converted.modules() if isinstance(module, nn.ReLU)):
+            relu.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].detach()))
         with samples.observed() if dtype == torch.float64 else samples.flipped():
             converted(images.to(dtype))
+    near = unit = 0.0  # of the last layer, after the loop
     for exact, rounded in zip(inputs[torch.float64], inputs[torch.float32], strict=True):
         unit = torch.finfo(torch.float32).eps * float(exact.square().mean().sqrt())
         largest, near = float((rounded - exact).abs().max()), distance_to_flip(rounded, sample_of(exact))

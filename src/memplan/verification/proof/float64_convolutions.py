@@ -26,7 +26,7 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
-def float64_convolutions() -> AbstractContextManager[None]:
+def float64_convolutions() -> AbstractContextManager[Any]:
     """Return a context in which convolutions in float64 on the CPU, and their derivatives, run in parts.
 
     Results are those of the whole but for the order in which the parts of a weight's gradient are added up, in float64.
