@@ -139,6 +139,11 @@ def test_a_halo_that_is_a_tenth_off_is_refused_in_a_few_layers_and_another_order
     assert not proof(Layers(4, wrong_at=2)).same
 
 
+def appending_to(inputs: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    """Return a hook that appends a module's input."""
+    return lambda _, args: inputs.append(args[0].detach())
+
+
 @pytest.mark.parametrize("count", [4, 20])
 def test_the_measured_distance_is_that_of_the_largest_rounding_error(count: int) -> None:
     """Errors grow from layer to layer: after 20 layers they are hundreds of eps, in the first few of them."""
@@ -149,7 +154,7 @@ def test_the_measured_distance_is_that_of_the_largest_rounding_error(count: int)
         seen = inputs[dtype] = []
         converted = copy.deepcopy(model).to(dtype)
         for relu in (module for module in converted.modules() if isinstance(module, nn.ReLU)):
-            relu.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].detach()))
+            relu.register_forward_pre_hook(appending_to(seen))
         with samples.observed() if dtype == torch.float64 else samples.flipped():
             converted(images.to(dtype))
     near = unit = 0.0  # of the last layer, after the loop
