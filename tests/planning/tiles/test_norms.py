@@ -64,19 +64,34 @@ def test_parts_that_overlap_have_the_derivative_of_the_whole(groups: int | None)
     torch.testing.assert_close(computed, expected[0])
 
 
-@pytest.mark.parametrize("groups", [None, 2])
-@pytest.mark.parametrize("offset", [0.0, 30.0])
-def test_contiguous_parts_are_as_accurate_as_torch(groups: int | None, offset: float) -> None:
-    """Parts by torch's kernels in float32, at most twice as far from float64 as torch's own derivative of the whole."""
+@pytest.mark.parametrize("groups", [None, 2, "instances"])
+@pytest.mark.parametrize("follows", [0.0, 3.0])
+@pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
+def test_contiguous_parts_are_as_accurate_as_torch(groups: int | str | None, follows: float, offset: float) -> None:
+    """Parts by torch's kernels in float32, at most twice as far from float64 as torch's own derivative of the whole.
+
+    ``follows``: by how much the gradient of the result follows the input, as that of a squared error does: then most of
+    it cancels in that of the input.
+    """
     torch.manual_seed(0)
-    exact = torch.randn(4, 4, 600, dtype=torch.float64) + offset
-    weight, bias, dy = torch.randn(4).double(), torch.randn(4).double(), torch.randn_like(exact) + 0.5
+    is_instances, samples, channels = groups == "instances", 4, 32
+    exact = (torch.randn(samples, channels, 600, dtype=torch.float64) + offset).float().double()
+    weight, bias = (torch.randn(channels).double() for _ in range(2))
+    dy = torch.randn_like(exact) + 0.5 + follows * (exact - offset) * torch.randn(channels, 1).double()
+    dy = dy.float().double()
+    if is_instances:  # which torch computes as the batch norm of a sample with more channels
+        exact, dy = (each.reshape(1, samples * channels, -1) for each in (exact, dy))
+        weight, bias, groups = weight.repeat(samples), bias.repeat(samples), None
+    assert not isinstance(groups, str)
 
     def whole(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return torch's gradients of input, weight and bias."""
-        x, w, b = leaves = [each.to(dtype).requires_grad_() for each in (exact.float(), weight, bias)]
-        y = F.batch_norm(x, None, None, w, b, True) if groups is None else F.group_norm(x, groups, w, b)
-        return torch.autograd.grad(y, leaves, dy.float().to(dtype))
+        x, w, b = leaves = [each.to(dtype).requires_grad_() for each in (exact, weight, bias)]
+        if is_instances:
+            y = F.instance_norm(x, weight=w, bias=b)
+        else:
+            y = F.batch_norm(x, None, None, w, b, True) if groups is None else F.group_norm(x, groups, w, b)
+        return torch.autograd.grad(y, leaves, dy.to(dtype))
 
     kind, collected = norm(groups), Statistics(norm(groups))
     pieces = [each.contiguous() for each in exact.float().split([150, 450], dim=2)]

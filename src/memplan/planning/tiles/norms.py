@@ -191,12 +191,10 @@ def input_gradient(
     own_range = own_range or (0, 0, x.shape[0])
     is_whole = own_range == (own_range[0], 0, x.shape[own_range[0]])
     if is_whole and _has_kernel(x, mean) and dy.dtype == x.dtype:
-        weight_of_sums, bias_of_sums = -of_deviation, -of_all
-        if norm.groups is not None:
-            weight_of_sums, bias_of_sums = (
-                each.repeat_interleave(channels // norm.groups, dim=1) for each in (weight_of_sums, bias_of_sums)
-            )
-        of_sums = _in_one_pass(norm, x, weight_of_sums, bias_of_sums, mean, variance)
+        # centred first, as torch does: far from 0, x scaled and shifted by its kernel of a norm rounds more
+        of_sums = x - norm.per_group(mean, channels, rank)
+        of_sums.mul_(norm.per_group(-of_deviation * inverse, channels, rank))
+        of_sums.sub_(norm.per_group(of_all, channels, rank))
         return torch.addcmul(of_sums, dy, scale, out=of_sums if out is None else out)
     dx = _wide(dy) * scale
     # the sums are subtracted once for each element, though parts overlap
@@ -213,15 +211,14 @@ def _in_one_pass(
     """Return a contiguous part of a norm's input, normalized, scaled and shifted by torch's kernel of a batch norm, for
     which the channels of a group norm's samples are channels, too.
 
-    ``weight``, ``bias``: vectors over channels, or a matrix: (samples, channels) of a group norm, (1, channels) of a
-    batch norm. Other arguments: see `Normalize`.
+    Arguments: see `Normalize`.
     """
     samples, channels, rows = x.shape[0], x.shape[1], x
     if norm.groups is not None:
         rows = x.reshape(1, samples * channels, -1)
         weight, bias = (None if each is None else each.expand(samples, channels) for each in (weight, bias))
         mean, variance = (each.repeat_interleave(channels // norm.groups, dim=1) for each in (mean, variance))
-    weight, bias = (None if each is None else each.reshape(-1) for each in (weight, bias))
+        weight, bias = (None if each is None else each.reshape(-1) for each in (weight, bias))
     result, _, _ = torch.native_batch_norm(
         rows, weight, bias, mean.reshape(-1), variance.reshape(-1), training=False, momentum=0.0, eps=norm.eps
     )
