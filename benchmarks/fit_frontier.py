@@ -130,7 +130,7 @@ def line(row: Row) -> str:
     name = f"{row['model']:12} {row['mode']:7} {row['method']:16}"
     if "error" in row:
         return f"{name} {row['error']}"
-    equal = "equal" if row["gradients_equal"] else f"gradients {row.get('gradients', 'DIFFER')}"
+    equal = "equal" if row["gradients_equal"] else f"gradients {row.get('gradients', 'differ in their bits')}"
     low, high = row["quartiles"]
     text = f"{name} {row['total'] / 1e6:8.1f} MB, above {row['above'] / 1e6:8.1f}"
     text += f", time x {row['ratio']:.3f} [{low:.3f}, {high:.3f}] of {row['eager_seconds']:.3f} s, {equal}"
