@@ -178,15 +178,27 @@ HIDDEN_STATES: dict[str, Callable[[], Hashable]] = {
 """Functions that read state of the process hidden in C, by the module or function through which code reads it."""
 
 
+_HEAP_TYPE = 1 << 9
+"""Flag of types that Python code defines (Py_TPFLAGS_HEAPTYPE in CPython's object.h)."""
+
+
 def virtual_subclasses(kind: Any) -> Hashable:
     """Return weak references to the virtual subclasses (``ABC.register``) of an abstract class and of its subclasses.
-    ``isinstance`` depends on them."""
+    ``isinstance`` depends on them.
+
+    Types of extension modules that are registered with the standard library's classes do not count. Each module that
+    Cython wrote registers some with ``Sequence`` when it is imported, which any call may do.
+    """
     registered, queue = set[Any](), [kind]
     while queue:
         subclass = queue.pop()
         queue += type.__subclasses__(subclass)
         if isinstance(subclass, abc.ABCMeta):
-            registered |= _get_dump(subclass)[0]
+            is_standard = module_of(subclass).partition(".")[0] in sys.stdlib_module_names
+            registered |= {
+                reference for reference in _get_dump(subclass)[0]
+                if not is_standard or getattr(reference(), "__flags__", 0) & _HEAP_TYPE
+            }  # fmt: skip
     return frozenset(registered)
 
 
