@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Iterable, Sequence
 
 from memplan.planning.capture.reads.kinds import virtual_subclasses
@@ -10,11 +11,11 @@ from memplan.planning.capture.reads.kinds import virtual_subclasses
 def test_extension_types_registered_with_standard_classes_do_not_count() -> None:
     """Modules that Cython wrote register theirs when they are imported, which a call may do for the first time."""
     before = virtual_subclasses(Iterable)
-    Sequence.register(type(iter(b"")))
+    ABCMeta.register(Sequence, type(iter(b"")))
     assert virtual_subclasses(Iterable) == before
 
     class Own:
         """A class that Python code defines."""
 
-    Sequence.register(Own)
+    ABCMeta.register(Sequence, Own)
     assert virtual_subclasses(Iterable) != before
