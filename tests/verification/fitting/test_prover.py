@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from truth.module_state import everything
 from verification.fitting.quick import fit, plan
 
-from memplan.errors import BudgetError, UsageError
+from memplan.errors import UsageError
 from memplan.verification.fitting import prover
 from memplan.verification.measurement import free_memory
-from memplan.verification.measurement.peak_and_time import Meter
 from memplan.verification.proof.proof import Cut, Proof
 
 X, Y = torch.linspace(-1, 1, 512 * 16).reshape(512, 16), torch.arange(512) % 8
@@ -245,69 +244,6 @@ def test_fewer_samples_with_early_updates_need_room_for_the_copies_too(monkeypat
         assert (fitted.proof.cut.samples == 64) == (spare > 0)
         assert fitted.proof.cut.samples <= 64
         fitted.undo()
-
-
-class Constants(nn.Module):
-    """Layers, and a tensor of the module that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.offset = net(), torch.linspace(0, 1, 512 * 8).reshape(512, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
-        return self.layers(x) + self.offset
-
-
-class Stem(nn.Module):
-    """Large tensors before small ones, of which the segment runs in pieces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(1, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(4))
-        self.head = nn.Sequential(nn.Flatten(), nn.Linear(24 * 64, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
-        return self.head(self.stem(x))
-
-
-@pytest.mark.parametrize("case", ["early AdamW", "constants", "pieces"])
-def test_the_first_planned_call_needs_no_more_memory_than_later_ones(case: str, monkeypatch: Any) -> None:
-    """The proof measures the peak without a first run. Two steps from the start, and after a restart two more."""
-    model = {"constants": Constants, "pieces": Stem}.get(case, net)()
-    x, y = (torch.randn(8, 1, 32, 32), Y[:8]) if case == "pieces" else (X, Y)
-    options = {"early AdamW": {"optimizer": torch.optim.AdamW, "early": True}, "pieces": {"allow": "reordered"}}
-    settings: dict[str, Any] = {"targets": y, "loss": F.cross_entropy, **options.get(case, {})}
-    real, growth = prover.compare, dict[str, int]()
-
-    def compare(baselines: Any, candidate: Any, *args: Any, **kwargs: Any) -> Proof:
-        name, constants = candidate.name, candidate.other_resident
-        assert (constants > 0) == (case == "constants")
-        with Meter() as meter:
-            for candidate.name in ("first", "later"):
-                for _ in range(2):
-                    candidate.prepare()
-                    candidate.gradients_of_step(meter)
-                    candidate.update_step(meter)
-                    candidate.release()
-                candidate.restart()
-        candidate.name = name
-        growth.update({when: meter.measured(when).growth_peak for when in ("first", "later")})
-        return real(baselines, candidate, *args, **kwargs)
-
-    made = plan(model, x, budget="1 GiB", **settings)
-    with pytest.raises(BudgetError) as caught:
-        plan(model, x, budget=1, **settings)
-    budget = (caught.value.smallest_budget + made.eager_peak) // 2 if case != "pieces" else caught.value.smallest_budget
-    monkeypatch.setattr(prover, "compare", compare)
-    monkeypatch.setattr(prover.Prover, "_warm_up", lambda *_, **__: pytest.fail("the call is run before"))
-    fitted = fit(model, x, **settings, budget=budget, pairs=0)
-    assert fitted.changed
-    assert bool(fitted.plan.tiles) == (case == "pieces")
-    assert growth["first"] == growth["later"] > 0
-    fitted.undo()
 
 
 @pytest.mark.slow
