@@ -70,8 +70,8 @@ NEAR_KINKS = Tolerance("reordered", alike=math.inf)
 """With `near_kinks` as the yardstick, whose error is a thousand times that of a step in which no decision flips."""
 LOSSY = Tolerance("lossy", factor=4.0, slack=2.0, dtype=torch.bfloat16, share=0.75, sane=0.5, alike=math.inf)
 """Four times the error of plain autocast (see ``share``), plus two roundings to bfloat16 (1.6 %) of the module's
-largest gradient. Small tensors need that factor: Adam's first updates are signs, and of 64 biases autocast flipped
-three and other kernels five, an error of 0.42 and 0.55, where that of the whole net was 0.36 in both. With a relative
+largest gradient. The factor is from updates by Adam, which were compared before gradients were: its first ones are
+signs, and of 64 biases autocast flipped three and other kernels five. Gradients may need less. With a relative
 error above 0.5, autocast is no yardstick: mostly it drew other random numbers."""
 
 
