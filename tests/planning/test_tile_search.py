@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.planner import Planner
 from memplan.planning.segments import OverBudgetOp, Segments
 from memplan.planning.settings import Settings
-from memplan.planning.study import Planned
+from memplan.planning.study import Planned, Study
 from memplan.planning.tile_search import over_budget_ops_of, planned_in_tiles
 from memplan.planning.tiles.program import NotTileable
 from memplan.planning.tiles.tiled import Axis, Tile
@@ -160,6 +162,39 @@ def test_a_tile_around_an_op_with_its_scratch_is_laid_where_none_lowers_the_rest
     assert asked == [70, 100]
 
 
+@pytest.mark.parametrize(("budget_share", "count"), [(1.05, 2), (1.3, 1)])
+def test_of_some_tiles_those_stay_that_the_budget_needs(budget_share: float, count: int) -> None:
+    """The plan is the fastest of those that fit among all subsets of three segments. Budgets are shares of the smallest
+    peak with all three."""
+    model, images, _ = network()
+    planner, call, settings = Planner(model), call_of((images,), {}), Settings(costs="roofline", allow="reordered")
+    study, by_samples = planner.study(call, settings), Axis(0, samples=8)
+    tiles = Tile(0, 5, by_samples, 8), Tile(6, 9, by_samples, 4), Tile(10, 11, by_samples, 4)
+    by_subset = {
+        subset: planner._rewritten(study, call, settings, subset)
+        for size in range(1, 4) for subset in combinations(tiles, size)
+    }  # fmt: skip
+    budget = int(by_subset[tiles].search(settings).floor().peak * budget_share)
+    fitting = dict[tuple[Tile, ...], Planned]()
+    for subset, study_in_tiles in by_subset.items():
+        with suppress(BudgetError):
+            fitting[subset] = study_in_tiles.planned(settings, budget)
+    fastest = min(fitting.values(), key=lambda planned: planned.plan.seconds)
+    assert len(fastest.plan.tiles) == count
+    with pytest.raises(BudgetError) as without_tiles:
+        study.planned(settings, budget)
+    tried = list[tuple[Tile, ...]]()
+
+    def captured(chosen: Sequence[Tile]) -> Study:
+        """Return the study of a subset."""
+        tried.append(tuple(chosen))
+        return by_subset[tried[-1]]
+
+    search = tile_search._TileSearch(study, settings, budget, captured, without_tiles.value)
+    assert search.without_needless_tiles(fitting[tiles]).plan.tiles == fastest.plan.tiles
+    assert all(tiles[0] in subset for subset in tried)  # an op of it reads more at once than the budget
+
+
 def in_tiles(captured: Callable[[Sequence[Tile]], Any]) -> Planned:
     """Search tiles of a U-Net for less than half of the floor without. ``captured``: as for `planned_in_tiles`."""
     study = Planner(Levels()).study(call_of((torch.randn(1, 1, 64, 64),), {}), settings := Settings(costs="roofline"))
@@ -193,7 +228,8 @@ def test_levels_are_taken_unless_segments_around_ops_are_faster(by_levels: float
 
     def captured(tiles: Sequence[Tile]) -> Any:
         seconds = by_levels if any(tile.repeats for tile in tiles) else around_ops
-        return SimpleNamespace(planned=lambda *of: SimpleNamespace(plan=SimpleNamespace(seconds=seconds)))
+        plan = SimpleNamespace(seconds=seconds, tiles=(), decisions=(), resident={})
+        return SimpleNamespace(planned=lambda *of: SimpleNamespace(plan=plan))
 
     assert in_tiles(captured).plan.seconds == 1
 

@@ -9,6 +9,8 @@ from functools import partial
 
 from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, RecordingError
+from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
+from memplan.planning.levers.registry import TILE
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import STEEP
 from memplan.planning.segments import OverBudgetOp, Segments, over_budget_ops
@@ -33,6 +35,9 @@ segments, of which the plan is quickly made; the second adds many small ones, an
 FAR = 2.0
 """Tiles of whole levels come first for budgets below the smallest without tiles, divided by this: they reach the
 smallest budgets, in longer steps."""
+TRIALS = 6
+"""Captures at most to leave tiles out of a plan that fits; each tile adds at least `LEAST_ADDED` of the step's time."""
+LEAST_ADDED = 0.02
 FEW = 2
 """Captures at most to find a faster plan around ops where a plan by levels fits: each takes seconds for large networks.
 """
@@ -45,20 +50,7 @@ def planned_in_tiles(
     step without tiles; ``captured`` returns the study of the step with tiles, or raises NotTileable. Raises BudgetError
     if there is none; its ``smallest_budget`` is the smallest peak that was reached."""
     search = _TileSearch(study, settings, budget, captured, error)
-    few_segments, many_segments = (partial(search.around_ops, premium) for premium in PREMIUMS)
-    is_far = FAR * budget < error.smallest_budget
-    if is_far and (by_levels := search.in_levels()) is not None:
-        around_ops = search.around_ops(PREMIUMS[0], captures=FEW)  # may be faster
-        return by_levels if around_ops is None else min(by_levels, around_ops, key=lambda each: each.plan.seconds)
-    for attempt in (few_segments, many_segments) if is_far else (few_segments, search.in_levels, many_segments):
-        planned = attempt()
-        if planned is not None:
-            return planned
-    error, segments = search.error, search.segments
-    highest = over_budget_ops_of(search.tried, settings, budget)[:AT_ONCE]
-    if reasons := segments.reasons(highest):
-        error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
-    raise error
+    return search.without_needless_tiles(search.first_that_fits())
 
 
 class _TileSearch:
@@ -72,6 +64,23 @@ class _TileSearch:
         self.error, self.tried = error, study
         """The error with the smallest peak so far, and the last study that was planned."""
         self._study, self._settings, self._budget, self._captured = study, settings, budget, captured
+
+    def first_that_fits(self) -> Planned:
+        """Return the first plan found within the budget. Errors: see `planned_in_tiles`."""
+        few_segments, many_segments = (partial(self.around_ops, premium) for premium in PREMIUMS)
+        is_far = FAR * self._budget < self.error.smallest_budget
+        if is_far and (by_levels := self.in_levels()) is not None:
+            around_ops = self.around_ops(PREMIUMS[0], captures=FEW)  # may be faster
+            return by_levels if around_ops is None else min(by_levels, around_ops, key=lambda each: each.plan.seconds)
+        for attempt in (few_segments, many_segments) if is_far else (few_segments, self.in_levels, many_segments):
+            planned = attempt()
+            if planned is not None:
+                return planned
+        error, segments = self.error, self.segments
+        highest = over_budget_ops_of(self.tried, self._settings, self._budget)[:AT_ONCE]
+        if reasons := segments.reasons(highest):
+            error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
+        raise error
 
     def around_ops(self, premium: float, captures: int = ROUNDS + REFUSALS) -> Planned | None:
         """Return a plan with tiles around ops above the budget; None if none fits. See `Segments.tile_around`."""
@@ -141,6 +150,35 @@ class _TileSearch:
             tiles = next_tiles
         return None
 
+    def without_needless_tiles(self, planned: Planned) -> Planned:
+        """Return the plan, or a faster one without some of its tiles.
+
+        Tiles are laid one after the other, each where the plan before was above the budget. A later one often makes an
+        earlier one needless. Those that add the most time are left out first.
+        """
+        plan, graph = planned.plan, self._study.captured.graph
+        decisions = (decision for decision in plan.decisions if decision.lever == TILE.name)
+        added = {tile: decision.seconds for tile, decision in zip(plan.tiles, decisions, strict=True)}
+        transient = self._budget - sum(plan.resident.values())
+        needless = [
+            tile for tile in plan.tiles
+            if added[tile] >= LEAST_ADDED * (plan.step_seconds or 0.0)
+            and not any(tile.first in other.repeats for other in plan.tiles)
+            and _largest_operands(graph, tile) <= transient
+        ]  # fmt: skip
+        for tile in sorted(needless, key=lambda tile: -added[tile])[:TRIALS]:
+            tiles = planned.plan.tiles
+            safe_point()
+            _log.info("trying without the segment in pieces from call %d to %d", tile.first, tile.last)
+            try:
+                fewer = self._captured([other for other in tiles if other != tile]).planned(
+                    self._settings, self._budget
+                )
+            except (BudgetError, NotTileable, RecordingError):
+                continue
+            planned = min(planned, fewer, key=lambda each: each.plan.seconds)
+        return planned
+
     def _refuse(self, tiles: Sequence[Tile], reason: NotTileable, refusals: list[str]) -> bool:
         """Exclude the segment among ``tiles`` that cannot run piece by piece. Return whether another capture may
         succeed: the segment is known, and it was not the last of several that failed for the same reason.
@@ -164,6 +202,17 @@ def _finer(segments: Segments, tiles: tuple[Tile, ...], over: Sequence[OverBudge
     """Return the tiles with twice as many pieces where an op of a tile is in ``over`` and more pieces are possible."""
     over_budget = {tile for tile in tiles for op in over if op.is_tile and tile.first <= op.call <= tile.last}
     return tuple((segments.tile_in_more_pieces(tile, tiles) or tile) if tile in over_budget else tile for tile in tiles)
+
+
+def _largest_operands(graph: JointGraph, tile: Tile) -> int:
+    """Return the bytes that an op in the range of a tile, or of its derivative, reads at once: what the step without
+    that tile holds at least. Weights and inputs of the step do not count."""
+    ops = [op for op in graph.ops if (call := graph.call_of(op)) is not None and tile.first <= call <= tile.last]
+    operands = ({graph.base(value) for value in op.reads} for op in ops)
+    return max(
+        (sum(graph.values[v].bytes for v in bases if graph.values[v].kind not in RESIDENT) for bases in operands),
+        default=0,
+    )
 
 
 def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budget: int) -> BudgetError:
