@@ -191,8 +191,35 @@ def test_of_some_tiles_those_stay_that_the_budget_needs(budget_share: float, cou
         return by_subset[tried[-1]]
 
     search = tile_search._TileSearch(study, settings, budget, captured, without_tiles.value)
-    assert search.without_needless_tiles(fitting[tiles]).plan.tiles == fastest.plan.tiles
+    assert search.in_less_time(fitting[tiles]).plan.tiles == fastest.plan.tiles
     assert all(tiles[0] in subset for subset in tried)  # an op of it reads more at once than the budget
+
+
+@pytest.mark.parametrize("needed", [2, 4])
+def test_pieces_are_as_few_as_the_budget_allows(needed: int) -> None:
+    """Borders of three convolutions cost time: of 16, 8, 4 and 2 pieces, the fewest that fit are the fastest."""
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 5, padding=2), nn.ReLU())]
+    planner, call = Planner(nn.Sequential(*layers, nn.AvgPool2d(2))), call_of((torch.randn(1, 4, 256, 64),), {})
+    study = planner.study(call, settings := Settings(costs="roofline", allow="reordered"))
+    by_pieces = {
+        pieces: planner._rewritten(study, call, settings, [Tile(0, 6, Axis(2), pieces)]) for pieces in (16, 8, 4, 2)
+    }
+    floors = {pieces: study_in_tiles.search(settings).floor().peak for pieces, study_in_tiles in by_pieces.items()}
+    assert floors[16] < floors[8] < floors[4] < floors[2]
+    budget = floors[needed]
+    with pytest.raises(BudgetError) as without_tiles:
+        study.planned(settings, budget)
+    fitting = {pieces: by_pieces[pieces].planned(settings, budget) for pieces in by_pieces if floors[pieces] <= budget}
+    assert min(fitting, key=lambda pieces: fitting[pieces].plan.seconds) == needed
+
+    def captured(chosen: Sequence[Tile]) -> Study:
+        """Return the study of a number of pieces; a whole segment is not asked for."""
+        (tile,) = chosen
+        return by_pieces[tile.pieces]
+
+    search = tile_search._TileSearch(study, settings, budget, captured, without_tiles.value)
+    (tile,) = search.in_less_time(fitting[16]).plan.tiles
+    assert tile.pieces == needed
 
 
 def in_tiles(captured: Callable[[Sequence[Tile]], Any]) -> Planned:
@@ -228,7 +255,7 @@ def test_levels_are_taken_unless_segments_around_ops_are_faster(by_levels: float
 
     def captured(tiles: Sequence[Tile]) -> Any:
         seconds = by_levels if any(tile.repeats for tile in tiles) else around_ops
-        plan = SimpleNamespace(seconds=seconds, tiles=(), decisions=(), resident={})
+        plan = SimpleNamespace(seconds=seconds, step_seconds=1.0, tiles=(), decisions=())
         return SimpleNamespace(planned=lambda *of: SimpleNamespace(plan=plan))
 
     assert in_tiles(captured).plan.seconds == 1

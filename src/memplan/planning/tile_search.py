@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +11,10 @@ from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, RecordingError
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.levers.registry import TILE
+from memplan.planning.plan.plan import Plan
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import STEEP
-from memplan.planning.segments import OverBudgetOp, Segments, over_budget_ops
+from memplan.planning.segments import OverBudgetOp, Segments, over_budget_ops, repeated_ranges
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study
 from memplan.planning.tiles.program import NotTileable
@@ -36,8 +37,9 @@ FAR = 2.0
 """Tiles of whole levels come first for budgets below the smallest without tiles, divided by this: they reach the
 smallest budgets, in longer steps."""
 TRIALS = 6
-"""Captures at most to leave tiles out of a plan that fits; each tile adds at least `LEAST_ADDED` of the step's time."""
+"""Captures at most to leave out tiles of a plan that fits, or some of their pieces."""
 LEAST_ADDED = 0.02
+"""Share of the step's time that tiles add, or their borders, for such a trial."""
 FEW = 2
 """Captures at most to find a faster plan around ops where a plan by levels fits: each takes seconds for large networks.
 """
@@ -50,7 +52,7 @@ def planned_in_tiles(
     step without tiles; ``captured`` returns the study of the step with tiles, or raises NotTileable. Raises BudgetError
     if there is none; its ``smallest_budget`` is the smallest peak that was reached."""
     search = _TileSearch(study, settings, budget, captured, error)
-    return search.without_needless_tiles(search.first_that_fits())
+    return search.in_less_time(search.first_that_fits())
 
 
 class _TileSearch:
@@ -150,34 +152,59 @@ class _TileSearch:
             tiles = next_tiles
         return None
 
-    def without_needless_tiles(self, planned: Planned) -> Planned:
-        """Return the plan, or a faster one without some of its tiles.
+    def in_less_time(self, planned: Planned) -> Planned:
+        """Return the plan, or a faster one that lacks some of its tiles or has fewer pieces.
 
         Tiles are laid one after the other, each where the plan before was above the budget. A later one often makes an
-        earlier one needless. Those that add the most time are left out first.
+        earlier one, or its many pieces, needless. Those that add the most time come first.
         """
-        plan, graph = planned.plan, self._study.captured.graph
-        decisions = (decision for decision in plan.decisions if decision.lever == TILE.name)
-        added = {tile: decision.seconds for tile, decision in zip(plan.tiles, decisions, strict=True)}
-        transient = self._budget - sum(plan.resident.values())
-        needless = [
-            tile for tile in plan.tiles
-            if added[tile] >= LEAST_ADDED * (plan.step_seconds or 0.0)
-            and not any(tile.first in other.repeats for other in plan.tiles)
-            and _largest_operands(graph, tile) <= transient
-        ]  # fmt: skip
-        for tile in sorted(needless, key=lambda tile: -added[tile])[:TRIALS]:
-            tiles = planned.plan.tiles
-            safe_point()
-            _log.info("trying without the segment in pieces from call %d to %d", tile.first, tile.last)
-            try:
-                fewer = self._captured([other for other in tiles if other != tile]).planned(
-                    self._settings, self._budget
-                )
-            except (BudgetError, NotTileable, RecordingError):
-                continue
-            planned = min(planned, fewer, key=lambda each: each.plan.seconds)
+        tiles, step_seconds = planned.plan.tiles, planned.plan.step_seconds or 0.0
+        decisions = (decision for decision in planned.plan.decisions if decision.lever == TILE.name)
+        added = {tile: decision.seconds for tile, decision in zip(tiles, decisions, strict=True)}
+        costly = [tile for tile in tiles if added[tile] >= LEAST_ADDED * step_seconds]
+        trials = TRIALS
+        for tile in sorted(costly, key=lambda tile: -added[tile]):
+            for instead in self._cheaper(tile, planned.plan):
+                if not trials:
+                    return planned
+                trials -= 1
+                faster = self._with_tiles(planned, tile, instead)
+                if faster is not None:
+                    planned = faster
+                if (faster is None) == bool(instead):  # even half as many pieces are too few, or it was left out
+                    break
+                tile = instead[0] if instead else tile
         return planned
+
+    def _cheaper(self, tile: Tile, plan: Plan) -> Iterator[tuple[Tile, ...]]:
+        """Yield what may take the place of a tile of a plan, in less time: nothing, then half as many pieces, a quarter
+        and so on, as long as their borders count."""
+        others = [other for other in plan.tiles if other != tile]
+        is_repeated = any(tile.first in other.repeats for other in others)
+        transient = self._budget - sum(plan.resident.values())
+        if others and not is_repeated and _largest_operands(self._study.captured.graph, tile) <= transient:
+            yield ()
+        repeats = repeated_ranges(tile, plan.tiles)
+        segment = self.segments.segment(tile.first, tile.last, tile.axis, tile.pieces, repeats)
+        while segment is not None and tile.pieces > 2:
+            fewer = replace(tile, pieces=tile.pieces // 2)
+            saved = segment.seconds(tile.pieces) - segment.seconds(fewer.pieces)
+            if saved < LEAST_ADDED * (plan.step_seconds or 0.0):
+                break
+            yield (fewer,)
+            tile = fewer
+
+    def _with_tiles(self, planned: Planned, tile: Tile, instead: tuple[Tile, ...]) -> Planned | None:
+        """Return the plan with other tiles in the place of one; None if it does not fit or is not faster."""
+        tiles = [each for old in planned.plan.tiles for each in (instead if old == tile else (old,))]
+        safe_point()
+        change = f"in {instead[0].pieces} pieces" if instead else "as a whole"
+        _log.info("trying the segment from call %d to %d %s", tile.first, tile.last, change)
+        try:
+            changed = self._captured(tiles).planned(self._settings, self._budget)
+        except (BudgetError, NotTileable, RecordingError):
+            return None
+        return changed if changed.plan.seconds < planned.plan.seconds else None
 
     def _refuse(self, tiles: Sequence[Tile], reason: NotTileable, refusals: list[str]) -> bool:
         """Exclude the segment among ``tiles`` that cannot run piece by piece. Return whether another capture may
