@@ -102,9 +102,10 @@ class Planner:
                     remedied = with_kernel_remedy(error, study, settings, budget)
                 raise remedied from None
             if on_cpu:  # only there segments run piece by piece
+                timed = study.timed_longer(settings)
                 try:
                     return planned_in_tiles(
-                        study, settings, budget, lambda tiles: self._rewritten(study, call, settings, tiles), error
+                        timed, settings, budget, lambda tiles: self._rewritten(timed, call, settings, tiles), error
                     )
                 except BudgetError as lower:
                     error = lower

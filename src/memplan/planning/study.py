@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,6 +20,7 @@ from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.opaque_calls import notes_on_library_ops
 from memplan.planning.capture.recapture import recapture_in_channels_last
 from memplan.planning.cost import cpu_workspace
+from memplan.planning.cost.clock import clock_of
 from memplan.planning.cost.cuda_workspace import with_card_workspaces
 from memplan.planning.cost.eager_baseline import AS_MODELLED, baseline
 from memplan.planning.cost.op_timing import seconds_to_measure, step_seconds, with_costs
@@ -81,6 +81,8 @@ class Planned:
 
 _MOMENTS = 800
 """Approximate number of points of a plan's memory timelines."""
+LONGER = 6.0
+"""Times the usual limit on measuring, for a search that takes some ten seconds anyway."""
 SLOWER = 1.1
 """Ratio of op-by-op seconds above which channels last is used only for budgets that the written layout does not meet.
 These seconds do not include the main gain of channels last: norms and activations that fuse with less traffic."""
@@ -117,6 +119,14 @@ class Study:
         """Inputs of the call and constants of its graph, by value."""
         inputs = (value for value in self.captured.graph.values if value.kind == "input")
         return {value.id: self.call.tensors[int(value.path)] for value in inputs} | dict(self.captured.constants)
+
+    def timed_longer(self, settings: Settings) -> Study:
+        """Return the study with costs for a search of segments to run piece by piece: what they add to the step is a
+        difference of seconds, for which the step's ops have to be measured rather than estimated."""
+        graph = _with_costs(self.captured.graph, settings, share=LONGER)
+        timed = Study(self.model, self.call, replace(self.captured, graph=graph), self.study_as_written)
+        timed.recorded_updates = self.recorded_updates
+        return timed
 
     def planned(self, settings: Settings, budget: int) -> Planned:
         """Return the plan for a budget in bytes. Raises BudgetError.
@@ -526,10 +536,11 @@ def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) ->
         graph = with_card_workspaces(graph, settings.home.card).graph
     if isinstance(settings.costs, str):
         return with_costs(graph, device=card, how="roofline")
-    begin = time.perf_counter()
+    clock = clock_of(settings.home.name)
+    begin = clock()
     if _measures(settings):
         graph = cpu_workspace.with_measured_scratch(graph)
-    workspace_seconds = time.perf_counter() - begin
+    workspace_seconds = clock() - begin
     limit = share * seconds_to_measure(settings.home.name)
     limit = max(limit - workspace_seconds, limit / 2)  # timing takes less after kernels ran once
     return with_costs(graph, device=settings.device, known=settings.costs, place=settings.home.name, limit=limit)

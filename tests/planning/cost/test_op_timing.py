@@ -108,7 +108,7 @@ def test_what_may_be_recomputed_is_measured_first(timed: list[str]) -> None:
 
 def test_when_the_time_is_up_the_rest_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, asked, clock = graph_of(net(), 8, 32), list[str](), [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(op_timing, "clock_of", lambda place: lambda: clock[0])
 
     def slow(graph: JointGraph, called: Any, on: str) -> float:
         op = op_of(graph, called)
@@ -125,6 +125,11 @@ def test_when_the_time_is_up_the_rest_is_estimated(monkeypatch: pytest.MonkeyPat
     assert set(unmeasured(graph).values()) == {"the time for measuring was up"}
     assert with_costs(graph, limit=0.05) == priced  # and planning anew measures no more
     assert len(asked) == 2
+    longer = with_costs(graph, limit=1.0)  # but under a longer limit it does, what was not measured yet
+    assert len(asked) == len(set(asked)) > 2
+    assert not unmeasured(graph)
+    for op in (op for op in graph.ops if not op.is_view):
+        assert longer.ops[op.index].seconds == pytest.approx(7 * roofline.CPU.seconds(roofline.work_of(graph, op)))
 
 
 @pytest.mark.parametrize(("first", "expected_runs"), [(0.5, 1), (0.05, 2), (0.001, 4)])
@@ -140,7 +145,7 @@ def test_a_long_op_runs_once_and_a_short_one_several_times(
         runs += 1
 
     monkeypatch.setattr(op_timing, "_synthetic_call", lambda graph, called, place: run)
-    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(op_timing, "clock_of", lambda place: lambda: now)
     graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
     seconds = op_timing._fastest_run(graph, ("aten.relu.default", (), {}), "cpu")
     assert runs == expected_runs
@@ -162,7 +167,7 @@ def test_a_long_segment_in_many_pieces_is_measured_by_few(
     monkeypatch.setattr(op_timing, "run_pieces", run_pieces)
     monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
     monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: lambda: run_pieces("", (), range(16)))
-    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(op_timing, "clock_of", lambda place: lambda: now)
     graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
     seconds = op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu")
     assert seconds == pytest.approx(5e-3 + 16 * piece_seconds)
@@ -185,7 +190,7 @@ def test_load_during_one_run_of_a_few_pieces_adds_no_time(
     monkeypatch.setattr(op_timing, "run_pieces", run_pieces)
     monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
     monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: lambda: run_pieces("", (), range(16)))
-    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(op_timing, "clock_of", lambda place: lambda: now)
     graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
     assert op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu") == pytest.approx(1.6)
 
@@ -204,7 +209,7 @@ def test_a_segment_whose_first_piece_takes_most_of_the_time_is_measured_as_a_who
     monkeypatch.setattr(op_timing, "run_pieces", run_pieces)
     monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
     monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: lambda: run_pieces("", (), range(16)))
-    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(op_timing, "clock_of", lambda place: lambda: now)
     graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
     assert op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cpu") == pytest.approx(0.8)
 
@@ -225,7 +230,7 @@ def test_a_segment_in_many_pieces_runs_as_a_whole_on_a_card(monkeypatch: pytest.
     monkeypatch.setattr(op_timing, "tile_of", lambda key: SimpleNamespace(pieces=16))
     monkeypatch.setattr(op_timing, "_synthetic_call", lambda *called: launch)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=synchronize))
-    monkeypatch.setattr(op_timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(op_timing, "clock_of", lambda place: lambda: now)
     graph = capture(nn.Linear(2, 2), call_of((torch.randn(2, 2),), {})).graph
     assert op_timing._fastest_run(graph, (TILE, ([], [], "key"), {}), "cuda:0") == pytest.approx(10.0)
 

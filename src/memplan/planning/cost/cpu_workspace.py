@@ -9,7 +9,6 @@ once, on zeros; the allocator's events give its peak beyond its results. Results
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.planning.cost.clock import clock_of
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.graph.joint_graph import JointGraph, map_refs
 from memplan.planning.graph.op_schema import CHUNKED, NUMBER_TENSOR_BYTES
@@ -72,16 +72,16 @@ def with_measured_workspaces(semantics: Semantics, limit: float = math.inf) -> S
         semantics: which temporaries, results and strides ops have.
         limit: approximate limit on measuring during the recording, in seconds: later calls go by the formulas.
     """
-    measuring_seconds = 0.0
+    measuring_seconds, clock = 0.0, clock_of(HOST)
 
     def temporaries(
         name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
     ) -> Sequence[Temporary]:
         """Return the buffers that a call allocates in addition to its results."""
         nonlocal measuring_seconds
-        begin = time.perf_counter()
+        begin = clock()
         size = measured_workspace(name, args, kwargs, measure_new=measuring_seconds < limit)
-        measuring_seconds += time.perf_counter() - begin
+        measuring_seconds += clock() - begin
         if size is None:  # not measured: its formula counts
             return semantics.temporaries(name, args, kwargs, result, in_backward)
         return (Temporary(size),) if size else ()
@@ -126,10 +126,11 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
     calls = [call for call in calls if _key(call) not in _known and _key(call) not in _failed]
     if not calls or _torch.is_profiled():
         return
-    profile, deadline, ran = _torch.memory_profile(), time.perf_counter() + limit, list[KernelCall]()
+    clock = clock_of(HOST)
+    profile, deadline, ran = _torch.memory_profile(), clock() + limit, list[KernelCall]()
     with torch.no_grad(), torch.autocast("cpu", enabled=False), profile:
         for call in calls:
-            if ran and time.perf_counter() >= deadline:
+            if ran and clock() >= deadline:
                 break
             args, kwargs = call.on_zeros(HOST)
             try:

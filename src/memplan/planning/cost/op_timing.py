@@ -8,7 +8,6 @@ them as ``known`` reproduces the plan. Roofline estimates are deterministic.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from memplan._bytes import ALLOCATOR_BLOCK, round_to_blocks
 from memplan._interrupts import safe_point
 from memplan.devices import Device
 from memplan.errors import UsageError
+from memplan.planning.cost.clock import clock_of
 from memplan.planning.graph import roofline
 from memplan.planning.graph.joint_graph import (
     GraphOp,
@@ -126,7 +126,9 @@ def step_seconds(graph: JointGraph) -> float:
 
 def unmeasured(graph: JointGraph, place: str = "cpu") -> dict[str, str]:
     """Return the reasons why ops of the graph could not be measured in this process, by `signature`."""
-    refused = _measurements_on(place).refusals
+    measurements = _measurements_on(place)
+    late = {key: "the time for measuring was up" for key in measurements.postponed if key not in measurements.seconds}
+    refused = measurements.refusals | late
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
 
@@ -342,7 +344,9 @@ class _Measurements:
     scratch: dict[str, int] = field(default_factory=dict)
     """Bytes of workspace, of ops on a card."""
     refusals: dict[str, str] = field(default_factory=dict)
-    """Reasons why calls were not measured."""
+    """Reasons why calls cannot be measured."""
+    postponed: dict[str, float] = field(default_factory=dict)
+    """The longest limit in seconds that was up before the call's turn."""
 
 
 _MEASUREMENTS: dict[tuple[str, int], _Measurements] = {}
@@ -380,15 +384,15 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], place: str
     Returns:
         The seconds by signature. Calls that could not be measured are missing; `unmeasured` has the reason.
     """
-    measurements, deadline = _measurements_on(place), time.perf_counter() + limit
-    seconds, refused, on_card = measurements.seconds, measurements.refusals, torch.device(place).type != "cpu"
+    clock, measurements, on_card = clock_of(place), _measurements_on(place), torch.device(place).type != "cpu"
+    seconds, refused, deadline = measurements.seconds, measurements.refusals, clock() + limit
     with isolated(place):
         for key in keys:
             safe_point()
-            if key in seconds or key in refused:
+            if key in seconds or key in refused or limit <= measurements.postponed.get(key, -1.0):
                 continue
-            if time.perf_counter() >= deadline:
-                refused[key] = "the time for measuring was up"  # planning again must not measure again
+            if clock() >= deadline:
+                measurements.postponed[key] = limit  # planning again must not measure again
                 continue
             if on_card and key.partition("(")[0] in NEEDS_SEEDS:
                 refused[key] = "it reads the seeds of its forward pass"
@@ -426,7 +430,7 @@ def _extra_seconds(graph: JointGraph, timed: _TimedCall, place: str) -> float:
 
 
 def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
-    """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time.
+    """Return the seconds of the fastest of a few runs of a call: other load on the machine can only add time.
     ``timed_call``: the target, args and kwargs of an op, with a Ref in place of each tensor."""
     target, args, kwargs = timed_call
     on_cpu = torch.device(place).type == "cpu"  # on a card, the time of a few pieces is that of their launches
@@ -434,18 +438,16 @@ def _fastest_run(graph: JointGraph, timed_call: Called, place: str) -> float:
         seconds = _seconds_by_pieces(target, _synthetic_arguments(graph, args, kwargs, place)[0])
         if seconds is not None:
             return seconds
-    call, synchronize = (
-        _synthetic_call(graph, timed_call, place),
-        torch.get_device_module(torch.device(place)).synchronize,
-    )
+    call, clock = _synthetic_call(graph, timed_call, place), clock_of(place)
+    synchronize = torch.get_device_module(torch.device(place)).synchronize
 
     def run() -> float:
         """Run the call once and return its seconds."""
         synchronize(place)
-        begin = time.perf_counter()
+        begin = clock()
         call()
         synchronize(place)
-        return time.perf_counter() - begin
+        return clock() - begin
 
     total_seconds = run()  # also prepares kernels
     counts = total_seconds >= _LONG_SECONDS and on_cpu  # a card loads kernels for long
@@ -464,14 +466,14 @@ def _seconds_by_pieces(target: str, args: Sequence[Any]) -> float | None:
     None where the op is measured as a whole: a short one, or one in which more than three quarters of the time of a
     piece alone are shared, so that the difference is too inexact.
     """
-    tiled = tile_of(args[-1])
+    tiled, clock = tile_of(args[-1]), clock_of("cpu")
     middle = tiled.pieces // 2
 
     def run(*pieces: int) -> float:
         """Run some pieces and return their seconds."""
-        begin = time.perf_counter()
+        begin = clock()
         run_pieces(target, args, pieces)
-        return time.perf_counter() - begin
+        return clock() - begin
 
     one = min(run(middle), run(middle))  # the first prepares kernels
     if tiled.pieces * one < _LONG_SECONDS:
