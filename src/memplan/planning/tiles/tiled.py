@@ -109,6 +109,10 @@ class Tiled:
         """By value that is the first result of a node: the node."""
         self._differentiable = set(program.inputs) - program.inputs_without_gradient
         """Values into which a gradient flows."""
+        self._known_windows = dict[tuple[tuple[int, Window], ...], Mapping[int, Window]]()
+        """Results of `windows`, which each step asks for again."""
+        self._known_last_reads = dict[frozenset[int], Mapping[int, Sequence[int]]]()
+        """Results of `last_read_at`."""
         self._statistics_needed_by = dict[int, frozenset[int]]()
         """By value: indices of the norms and precomputed sums that it depends on."""
         # where the axis lies in each value, from the inputs on; an op without a rule raises
@@ -401,11 +405,18 @@ class Tiled:
 
     # -- windows
 
-    def windows(self, goals: Mapping[int, Window]) -> dict[int, Window]:
+    def windows(self, goals: Mapping[int, Window]) -> Mapping[int, Window]:
         """Return the windows of all values along the axis that are needed to compute some windows, these included.
 
         ``goals``: the windows to compute, by value.
         """
+        key = tuple(goals.items())
+        if key not in self._known_windows:
+            self._known_windows[key] = self._windows(goals)
+        return self._known_windows[key]
+
+    def _windows(self, goals: Mapping[int, Window]) -> dict[int, Window]:
+        """Return the result of `windows`."""
         windows = dict(goals)
         for tiled_node in reversed(self.tiled_nodes):
             if tiled_node.output not in windows:
@@ -423,6 +434,19 @@ class Tiled:
         """Return, by value, the windows that a piece of a backward pass must compute: all that are its own.
         ``pieces``: see `own_window`."""
         return {value: self.own_window(value, piece, pieces) for value in self._computed_by_pieces}
+
+    def last_read_at(self, kept: frozenset[int]) -> Mapping[int, Sequence[int]]:
+        """Return, by index of a node, the values that no later node reads, without those in ``kept``."""
+        if kept not in self._known_last_reads:
+            last_node = dict[int, int]()
+            for index, node in enumerate(self.program.nodes):
+                last_node.update(dict.fromkeys((*node.reads, *node.outputs), index))
+            values_at = dict[int, list[int]]()
+            for value, index in last_node.items():
+                if value not in kept:
+                    values_at.setdefault(index, []).append(value)
+            self._known_last_reads[kept] = values_at
+        return self._known_last_reads[kept]
 
     @cached_property
     def _norm_inputs(self) -> tuple[int, ...]:
@@ -869,10 +893,9 @@ class _Run:
         self.computes_partial_sums = computes_partial_sums
         self.windows, self._detached_norms = tiled.windows(goals), detached_norms
         """By value along the axis: the range of the axis that the piece needs of it."""
-        self._never_dropped = {*goals, *tiled.program.outputs, *tiled.program.static_inputs}
-        """Values that stay in `values` after their last read."""
+        kept = {*goals, *tiled.program.outputs, *tiled.program.static_inputs}  # after their last read
         if computes_partial_sums:
-            self._never_dropped -= tiled.read_by_sums_alone
+            kept -= tiled.read_by_sums_alone
         self.weight_gradients: Mapping[int, Tensor | None] = {}
         """By input: the gradient to which products with this weight add."""
         self._differentiates = differentiates
@@ -884,7 +907,7 @@ class _Run:
         """The piece's part of each value."""
         for value, tensor in zip(tiled.program.inputs, inputs, strict=True):
             self.values[value] = self._input_part(tensor.detach(), value)
-        self._dropped_after = self._last_reads()
+        self._dropped_after = tiled.last_read_at(frozenset(kept))
         """By index of a node: values that are dropped after it."""
 
     def _input_part(self, whole: Tensor, value: int) -> Tensor:
@@ -919,18 +942,6 @@ class _Run:
             for value in self._dropped_after.get(index, ()):
                 self.values.pop(value, None)
 
-    def _last_reads(self) -> dict[int, list[int]]:
-        """Return, by index of a node, the values that no later node reads, if they may be dropped."""
-        last_node = dict[int, int]()
-        for index, node in enumerate(self.tiled.program.nodes):
-            for value in (*node.reads, *node.outputs):
-                last_node[value] = index
-        dropped = dict[int, list[int]]()
-        for value, index in last_node.items():
-            if value not in self._never_dropped:
-                dropped.setdefault(index, []).append(value)
-        return dropped
-
     def op(self, index: int) -> Callable[..., Any]:
         """Return the function that computes node ``index``: its op, a faster function, or, where only its derivative is
         needed, a function without values."""
@@ -957,10 +968,9 @@ class _Run:
         if value in self.tiled.placements:  # the piece has a window of it, which begins at element `begin` of the whole
             placement = self.tiled.placements[value]
             begin, _ = element_range(placement, self.windows[value])
-        placement = replace(placement, dim=dim)
         if low == begin and high - low == tensor.shape[dim] // placement.repetitions:
             return tensor
-        return _narrowed(tensor, placement, low - begin, high - begin)
+        return _narrowed(tensor, replace(placement, dim=dim), low - begin, high - begin)
 
     def normalize(self, index: int, norm: Norm, placement: AxisPlacement) -> None:
         """Compute the result of the norm at node ``index`` over the axis. ``placement``: of the axis in its input."""
@@ -1044,10 +1054,14 @@ class _CutNode(_TiledNode):
     call: Call
     factor: Factor | None = None
     """The weight of a product; None for other ops."""
+    _known_parts: dict[Window, Mapping[int, Part]] = field(default_factory=dict, compare=False, repr=False)
+    """Results of `operand_parts`, which each step asks for again."""
 
     def operand_parts(self, window: Window) -> Mapping[int, Part]:
         """Return the parts of operands that the op's rule needs for a window of the result."""
-        return self.call.operand_parts(window)
+        if window not in self._known_parts:
+            self._known_parts[window] = self.call.operand_parts(window)
+        return self._known_parts[window]
 
     def run(self, run: _Run) -> None:
         """Compute the piece's window of the result. A product can add the gradient of its weight in place."""
