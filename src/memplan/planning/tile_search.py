@@ -40,7 +40,7 @@ TRIALS = 6
 """Captures at most to leave out tiles of a plan that fits, or some of their pieces."""
 LEAST_ADDED = 0.02
 """Share of the step's time that tiles add, or their borders, for such a trial."""
-FEW = 2
+FEW = 4
 """Captures at most to find a faster plan around ops where a plan by levels fits: each takes seconds for large networks.
 """
 
