@@ -72,8 +72,8 @@ def exported(name: str, folder: Path, **options: Any) -> memplan.Exported:
     if given.get("frozen_layers"):
         photos = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
         given = given | {"calibrate": [(photos, torch.randint(4, (8,)))]}
-    step = {"targets": targets, "loss": loss, "folder": folder, "name": "net", "verify": False, "budget": "4 MiB"}
-    return memplan.export(make(), inputs, **step, **given, **options)
+    step: dict[str, Any] = {"targets": targets, "loss": loss, "folder": folder, "name": "net", "verify": False}
+    return memplan.export(make(), inputs, budget="4 MiB", **step, **given, **options)
 
 
 def needs(target: str) -> None:
