@@ -14,7 +14,7 @@ from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.segments import Segments, over_budget_ops
-from memplan.planning.tiles.tiled import Axis
+from memplan.planning.tiles.tiled import Axis, Tile
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +141,50 @@ def test_levels_are_the_calls_on_the_largest_tensors() -> None:
         (first, pools[0], ()), *inner, (up_0, loss, (first,)),
     ]  # fmt: skip
     assert segments.with_next_level(outer, budget=1 << 10)[0].pieces == outer[0].pieces  # what is there stays
+
+
+class Bottleneck(nn.Module):
+    """A residual block of four norms: three in a row, and that of the shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 1)
+        inner = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+        self.branch = nn.Sequential(
+            *inner, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+        self.row = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's result after four more norms in a row."""
+        x = self.first(x)
+        return self.row(self.branch(x) + self.shortcut(x))
+
+
+def test_norms_that_share_a_pass_count_once() -> None:
+    """The block's four norms need three passes; the four in a row need four, which is too much."""
+    captured = capture(Bottleneck(), call_of((torch.randn(4, 3, 16, 16),), {}))
+    segments, calls = segments_of(captured), dict[str, list[int]]()
+    for op in captured.graph.forward_ops:
+        assert op.call is not None
+        calls.setdefault(op.layer, []).append(op.call)
+    block = segments.segment(calls["branch.0"][0], calls["shortcut.1"][-1], Axis(0, 4), 2)
+    assert block is not None
+    assert len(block.tiled.norms) == 4
+    assert segments.segment(calls["row.0"][0], calls["row.5"][-1], Axis(0, 4), 2) is not None
+    assert segments.segment(calls["row.0"][0], calls["row.7"][-1], Axis(0, 4), 2) is None
+
+
+def test_more_pieces_are_not_along_an_axis_that_takes_more_memory() -> None:
+    """By samples, the gradient of what the segment reads is written over that of its result. By rows it would be a
+    tensor more, 512 KiB, which is more than pieces half as large save."""
+    captured = capture(Bottleneck(), call_of((torch.randn(4, 3, 64, 64),), {}))
+    segments = segments_of(captured)
+    calls = {op.layer: op.call or 0 for op in captured.graph.forward_ops}
+    first, last = calls["row.0"], calls["row.1"]
+    segment = segments.segment(first, last, Axis(0, 4), 4)
+    assert segment is not None
+    assert segment.overwritten_bytes == 4 * 8 * 64 * 64 * 4
+    assert segments.tile_in_more_pieces(Tile(first, last, Axis(0, 4), 4)) is None
+    assert segments.tile_in_more_pieces(Tile(first, last, Axis(2), 4)) == Tile(first, last, Axis(2), 8)

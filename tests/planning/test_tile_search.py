@@ -84,22 +84,23 @@ def test_a_segment_that_the_trace_refuses_is_left_out_and_named() -> None:
     images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
     with pytest.raises(BudgetError) as exact:
         memplan.plan(Asking(), images, targets=labels, budget=1, loss=F.cross_entropy, costs="roofline")
-    with pytest.raises(BudgetError, match=r"first\.0: requires_grad of a tensor of the segment") as caught:
+    with pytest.raises(BudgetError, match=r"first\.[01]: requires_grad of a tensor of the segment") as caught:
         memplan.plan(Asking(), images, targets=labels, budget=int(0.5 * exact.value.smallest_budget), **STEP)
     assert caught.value.smallest_budget < exact.value.smallest_budget
 
 
 def test_what_is_live_between_the_passes_is_in_no_piece(caplog: pytest.LogCaptureFixture) -> None:
-    """With the loss outside: weights, input, logits and their gradient. No segment is tried for less than these."""
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5000)), torch.randn(512, 16)
+    """With the loss outside: weights, input, scores and their gradient. No segment is tried for less than these."""
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GELU(), nn.Conv2d(16, 4, 3)), torch.randn(8, 3, 36, 36)
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4
-    between = weights + x.numel() * 4 + 2 * 512 * 5000 * 4
+    between = weights + x.numel() * 4 + 2 * (8 * 4 * 32 * 32) * 4
     with caplog.at_level("INFO", logger="memplan"), pytest.raises(BudgetError) as caught:
         memplan.plan(model, x, budget=between - 1, allow="reordered", costs="roofline")
     assert caught.value.smallest_budget >= between
     assert "piece by piece" not in caplog.text
-    with caplog.at_level("INFO", logger="memplan"), pytest.raises(BudgetError):
-        memplan.plan(model, x, budget=caught.value.smallest_budget - 1, allow="reordered", costs="roofline")
+    with caplog.at_level("INFO", logger="memplan"):
+        plan = memplan.plan(model, x, budget=caught.value.smallest_budget - 1, allow="reordered", costs="roofline")
+    assert between <= plan.peak < caught.value.smallest_budget
     assert "piece by piece" in caplog.text
 
 

@@ -21,6 +21,7 @@ from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.tile import TILE_OPS
+from memplan.planning.piece_memory import Derivatives, PieceMemory
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.tiles.program import Node, NotTileable, Program, without_running_statistics
@@ -28,8 +29,9 @@ from memplan.planning.tiles.tiled import Axis, Tile, Tiled
 
 MAX_CALLS = 24
 """Length of a segment at most, in calls with data."""
-MAX_NORMS = 3
-"""Norms over the axis in a segment at most: each needs another pass over the pieces, forward and backward."""
+MAX_NORM_PASSES = 3
+"""Passes over the pieces for norms over the axis in a segment at most, forward, and as many backward. Norms that do not
+depend on each other, as that of a shortcut and the last of the branch beside it, share a pass."""
 MOST_PIECES = 128
 PIECES = (2, 4, 8, 16, 32, 64)
 """Numbers of pieces to try at first; more, where these do not suffice."""
@@ -73,8 +75,16 @@ class Segment:
     """Seconds of the derivative of each op."""
     weight_bytes: int
     """Bytes of the sums of the gradients of the weights that it reads."""
+    memory: PieceMemory
+    """What its pieces allocate."""
     overwritten_bytes: int
     """Bytes of a result's gradient over which the derivative writes the gradient of an operand; 0 if it does not."""
+
+    def derivative_bytes(self, pieces: int) -> int:
+        """Return the expected bytes of its derivative in this number of pieces: the gradients of its results and
+        operands, and what a piece allocates."""
+        gradients = self.result_bytes + sum(size for _, size in self.operands) - self.overwritten_bytes
+        return gradients + self.memory.backward(pieces)
 
     def seconds(self, pieces: int) -> float:
         """Return the seconds that running the segment in this number of pieces adds to the step.
@@ -165,6 +175,7 @@ class Segments:
                 self._static.update(results)
         self._data_ops = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
         """Forward ops that depend on data."""
+        self._derivatives = Derivatives(graph)
         self._derivative_seconds = Counter[int]()
         """Seconds of the ops of its derivative, by index of the forward op."""
         for op in graph.ops:
@@ -268,8 +279,8 @@ class Segments:
             if first == last:
                 self._untileable[first] = str(reason)
             return None
-        own_norms = sum(at >= len(earlier) for at in tiled.norms)  # not those of repeated ops
-        if own_norms > MAX_NORMS:
+        own_norms = {at for at in tiled.norms if at >= len(earlier)}  # not those of repeated ops
+        if sum(not own_norms.isdisjoint(nodes) for nodes in tiled.statistic_passes) > MAX_NORM_PASSES:
             return None
         ops = *earlier, *inside
         values, program = self._graph.values, tiled.program
@@ -285,6 +296,7 @@ class Segments:
             weight_bytes=sum(
                 tiled.gradient_sum_bytes(value) for value in program.static_inputs - program.inputs_without_gradient
             ),
+            memory=PieceMemory(tiled, ops, self._derivatives),
             overwritten_bytes=self._overwritten(tiled, inside),
         )  # fmt: skip
 
@@ -322,18 +334,26 @@ class Segments:
         """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that the op's live bytes
         come nearer to ``target``; None if no segment is expected to lower them by much.
 
+        A segment replaces the tiles that it contains, whose seconds it saves.
+
         ``premium``: a segment that does not reach the target by itself is chosen only if it saves more than this many
         times the bytes per second of the best segment that does.
         """
         excess = op.level - target
         # the best segment that reaches the target, and the best that does not: (bytes per second, -ops, tile)
         reaching, others = (0.0, 0, None), (0.0, 0, None)
+        seconds_of_tiles = [(tile, self._seconds_of(tile, tiles)) for tile in tiles]
         for segment, axis, max_pieces in self._candidates(op.call, tiles):
+            replaced_seconds = sum(
+                seconds for tile, seconds in seconds_of_tiles
+                if segment.first <= tile.first and tile.last <= segment.last
+            )  # fmt: skip
             for pieces in PIECES:
                 if pieces > max_pieces:
                     break
                 saved = min(op.level - self._expected_bytes(segment, op, pieces), excess)
-                bytes_per_second = saved / (segment.seconds(pieces) + CALL_SECONDS)
+                added_seconds = max(0.0, segment.seconds(pieces) - replaced_seconds)
+                bytes_per_second = saved / (added_seconds + CALL_SECONDS)
                 rated = bytes_per_second, -len(segment.ops), Tile(segment.first, segment.last, axis, pieces)
                 if saved == excess:  # more pieces would only add borders
                     reaching = max(reaching, rated, key=lambda known: known[:2])
@@ -345,12 +365,23 @@ class Segments:
 
     def tile_in_more_pieces(self, tile: Tile, tiles: Sequence[Tile] = ()) -> Tile | None:
         """Return the segment in twice as many pieces; None if no axis has enough elements, or if these are too many
-        pieces. ``tiles``: all tiles, some of which it may repeat."""
+        pieces. ``tiles``: all tiles, some of which it may repeat.
+
+        Along another axis it may take more memory: only along samples is a gradient written over another.
+        """
         pieces = 2 * tile.pieces
         repeats = repeated_ranges(tile, tiles)
+        present = self.segment(tile.first, tile.last, tile.axis, tile.pieces, repeats)
         other_axes = () if repeats else (*self.axes, *self.token_axes(tile.last))  # repeated tiles keep their axis
         for axis in dict.fromkeys((tile.axis, *other_axes)):
-            if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces, repeats) is not None:
+            finer = self.segment(tile.first, tile.last, axis, pieces, repeats) if pieces <= MOST_PIECES else None
+            if finer is None:
+                continue
+            if (
+                axis == tile.axis
+                or present is None
+                or finer.derivative_bytes(pieces) < present.derivative_bytes(tile.pieces)
+            ):
                 return replace(tile, axis=axis, pieces=pieces)
         return None
 
@@ -500,6 +531,11 @@ class Segments:
         call = None if maker is None else self._graph.ops[maker].call
         return -1 if call is None else call
 
+    def _seconds_of(self, tile: Tile, tiles: Sequence[Tile]) -> float:
+        """Return the seconds that a tile adds to the step. ``tiles``: all tiles, some of which it may repeat."""
+        segment = self.segment(tile.first, tile.last, tile.axis, tile.pieces, repeated_ranges(tile, tiles))
+        return 0.0 if segment is None else segment.seconds(tile.pieces)
+
     def _expected_bytes(self, segment: Segment, op: OverBudgetOp, pieces: int) -> int:
         """Return the bytes expected to be live at an op if a segment around it runs in this number of pieces.
 
@@ -516,11 +552,11 @@ class Segments:
         missing = Counter(size for _, size in segment.operands) - live_before
         other_bytes += sum(size * count for size, count in missing.items())
         if not op.in_backward and not segment.tiled.yields_gradients:
-            return other_bytes + segment.result_bytes + segment.inner_bytes // pieces
-        if not op.in_backward:  # its gradients are computed in the forward pass
-            other_bytes += segment.weight_bytes
-        gradients = segment.result_bytes + sum(size for _, size in segment.operands) - segment.overwritten_bytes
-        return other_bytes + gradients + int(BACKWARD_FACTOR * segment.inner_bytes / pieces)
+            return other_bytes + segment.result_bytes + segment.memory.forward(pieces)
+        # gradients of weights are allocated before the first piece; those of later ops of the segment may be there
+        returned = sum(live.bytes for live in op.live if first <= live.call <= last and live.is_returned_gradient)
+        other_bytes += max(0, segment.weight_bytes - returned)
+        return other_bytes + segment.derivative_bytes(pieces)
 
 
 def repeated_ranges(tile: Tile, tiles: Sequence[Tile]) -> CallRanges:
