@@ -83,6 +83,13 @@ def test_pairs_alternate_who_comes_first() -> None:
     assert "".join(order) == "abbaab"
 
 
+def test_known_pairs_are_not_run_again() -> None:
+    """Of three pairs two are known, with the ratios 2 and 4: the third has the ratio 3."""
+    first, second = iter([5.0]), iter([15.0])
+    times = compare_times(lambda: next(first), lambda: next(second), pairs=3, known=[(1.0, 2.0), (2.0, 8.0)])
+    assert (times.pairs, times.ratio, times.before, times.after) == (3, 3.0, 2.0, 8.0)
+
+
 def test_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [3.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])

@@ -414,3 +414,27 @@ def test_the_copies_of_gradients_are_no_part_of_the_measured_peak() -> None:
         peaks.append(meter.measured("candidate").growth_peak)
         trial.release()
     assert peaks[0] == peaks[1] > 0
+
+
+@pytest.mark.parametrize(("long_seconds", "runs"), [(0.0, 3), (1e9, 5)])
+def test_long_steps_that_were_compared_count_as_timed(
+    long_seconds: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps are compared and three pairs timed: if the steps take long, two of the pairs are those of the
+    comparison."""
+    monkeypatch.setattr("memplan.verification.proof.verify.LONG_SECONDS", long_seconds)
+    counts = {"reference": 0, "candidate": 0}
+
+    def counting(name: str) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            counts[name] += 1
+            return x.tanh()
+
+        return run
+
+    reference, candidate = map(counting, counts)
+    proof = verify(reference, candidate, torch.randn(4, 8, requires_grad=True), steps=2, pairs=3)
+    assert proof.ok
+    assert proof.times is not None
+    assert proof.times.pairs == 3
+    assert counts == {"reference": runs, "candidate": runs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -123,16 +123,19 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: str = "cpu") -> int:
     return sum(map(round_to_blocks, sizes)) if device == "cuda" else sum(sizes)
 
 
-def compare_times(first: Callable[[], float], second: Callable[[], float], pairs: int = 5) -> Times:
+def compare_times(
+    first: Callable[[], float], second: Callable[[], float], pairs: int = 5, known: Sequence[tuple[float, float]] = ()
+) -> Times:
     """Time two steps in pairs, alternating which of them runs first.
 
     Args:
         first, second: run a step and return its seconds (see `timed`), without those of its preparation.
         pairs: number of pairs; nothing is warmed up.
+        known: seconds of pairs that have run, which are among ``pairs``.
     """
-    seconds: list[tuple[float, float]] = []
+    seconds = list(known)
     with collector_held():  # older garbage is not collected between the runs
-        for number in range(pairs):
+        for number in range(len(known), pairs):
             if number % 2:
                 after = second()
                 seconds.append((first(), after))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -82,6 +83,9 @@ class Trial:
         """Type of the device."""
         self.output: Any = None
         """Of the last step, while it is compared."""
+        self.run_seconds: list[float] = []
+        """Seconds of each step that ran so far, as `seconds` returns them, but with Python's garbage collector on, and
+        where a meter counts, with its profiler. Those of early updates include copies of gradients."""
         self.other_resident = 0
         """Resident bytes of tensors that the trial does not know, such as a plan's constants."""
         self._arguments: tuple[Any, Any, Any] = ((), {}, ())
@@ -169,11 +173,13 @@ class Trial:
         """Run forward and backward for each micro-batch, and store the output of the last."""
         safe_point()
         with self.running(), _counting_bytes(meter, self.name), self._kernels():
+            begin = time.perf_counter()
             for parameter in self.parameters.values():
                 parameter.grad = None
             for _ in range(self.work.micro_batches):
                 self.output = None  # freed before the next is computed
                 self.output = self._forward_backward()
+            self.run_seconds.append(time.perf_counter() - begin)
 
     def record_gradients(self) -> None:
         """Copy each gradient of the next step before its early update, until `release`. The memory for the copies is
@@ -234,8 +240,11 @@ class Trial:
         if self.update is not None:  # with updates in the backward pass, this ends the step
             safe_point()
             meter = meter if self.work.optimizer is not None else None
+            begin = time.perf_counter()
             with self.running(), _counting_bytes(meter, self.name):
                 self.update.step()
+            if self.work.optimizer is not None and self.run_seconds:
+                self.run_seconds[-1] += time.perf_counter() - begin
 
     def release(self) -> None:
         """Free output, inputs and gradients: everything that the next step does not need."""

@@ -34,6 +34,8 @@ from memplan.verification.proof.rounding import (
 )
 
 _log = logging.getLogger("memplan")
+LONG_SECONDS = 1.0
+"""Seconds of a step from which on its runs in the comparison count as timed."""
 
 
 def verify(
@@ -258,8 +260,23 @@ def _releasing(trials: Iterable[Trial]) -> Iterator[None]:
 
 
 def with_times(proof: Proof, reference: Trial, candidate: Trial, pairs: int) -> Proof:
-    """Return the proof with the times of both steps, which have run before."""
-    return replace(proof, times=compare_times(reference.seconds, candidate.seconds, pairs))
+    """Return the proof with the times of both steps, which have run before.
+
+    Long runs of the comparison are pairs, too, so that such steps run less often; one pair at least is timed here.
+    """
+    known = _long_runs(reference, candidate)[: max(0, pairs - 1)]
+    return replace(proof, times=compare_times(reference.seconds, candidate.seconds, pairs, known))
+
+
+def _long_runs(reference: Trial, candidate: Trial) -> list[tuple[float, float]]:
+    """Return the seconds of the steps that both ran in a comparison on the CPU, if all took long.
+
+    In short ones first runs, the profiler and the garbage collector weigh, and with early updates copies of gradients.
+    """
+    if candidate.in_backward or {reference.device, candidate.device} != {"cpu"}:
+        return []
+    pairs = list(zip(reference.run_seconds, candidate.run_seconds, strict=False))
+    return pairs if min((second for pair in pairs for second in pair), default=0.0) >= LONG_SECONDS else []
 
 
 @dataclass(frozen=True)
