@@ -101,7 +101,7 @@ def fit(
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
         clip_norm: the global norm that gradients are clipped at, if they are: then no update can be early.
         plan, heuristics: a plan made before for this model and these inputs; switches of the search otherwise.
-        pairs: how many times the step is timed, with and without the plan.
+        pairs: how many times the step is timed, with and without the plan; runs of the proof of a second or more count.
         train: False for inference of a model in evaluation mode: it runs on parts of its input along space, with the
             border that each needs, to the same result but for rounding. Only ``budget`` is used of the other options.
 

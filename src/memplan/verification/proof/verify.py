@@ -66,7 +66,7 @@ def verify(
         steps: number of consecutive steps that are compared.
         micro_batches: number of backward passes before each update.
         budget: bytes that the candidate's measured peak may reach; None: any.
-        pairs: how many times both are timed; 0: not at all.
+        pairs: how many times both are timed, runs of the comparison of a second or more included; 0: not at all.
 
     Raises:
         TargetError: neither modules nor callables.
