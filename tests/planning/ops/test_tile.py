@@ -83,17 +83,18 @@ def test_a_gradient_that_other_pieces_read_stays() -> None:
     assert samples.overwritable_gradient([True] * 3) is None
 
 
-def test_what_a_gradient_in_place_takes_is_predicted() -> None:
-    """The peak above the other gradients, by torch's profiler: also where the pass for a norm's sums takes the most."""
-    model = nn.Sequential(
-        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(),
-        nn.Conv2d(8, 8, 1),
-    )  # fmt: skip
+@pytest.mark.parametrize("piece_is_small", [False, True])
+def test_what_a_gradient_in_place_takes_is_predicted(piece_is_small: bool) -> None:
+    """The peak above the other gradients, by torch's profiler: also where the pass for a norm's sums takes the most,
+    and where a piece takes less than the whole gradient."""
+    layers = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()
+    small, large = (nn.BatchNorm2d(8), nn.SiLU()), (*layers, nn.Conv2d(8, 8, 1))
+    model = nn.Sequential(*(small if piece_is_small else large))
     x = torch.randn(8, 8, 40, 40, requires_grad=True)
     program, tensors = recorded(model, [x], [*model.parameters(), *model.buffers()])
     needed = [tensor.requires_grad for tensor in tensors]
     tensors = [tensor.detach() for tensor in tensors]
-    tiled, key = register(program, Axis(0, 8), 4)
+    tiled, key = register(program, Axis(0, 8), 8 if piece_is_small else 4)
     arguments = tensors, tiled.statistics(tensors), [torch.randn_like(x)], needed, key
     torch.ops.memplan.tile_backward_.default(*arguments)
     profile = _torch.memory_profile()

@@ -547,14 +547,14 @@ class Tiled:
             into: gradient of the result at `overwritable_gradient`; the first gradient of an input is written over it.
             results: collects the results of the pieces, too.
         """
+        overwriting_position = None if into is None else needed.index(True)
         # before all passes, so that what these take is the same with and without ``into``
         input_gradients = [
-            torch.zeros_like(tensor, dtype=self._sum_dtype(value)) if needs else None
-            for value, tensor, needs in zip(self.program.inputs, tensors, needed, strict=True)
-        ]
-        overwriting_position = None if into is None else needed.index(True)
-        if overwriting_position is not None:
-            input_gradients[overwriting_position] = into
+            into if position == overwriting_position
+            else torch.zeros_like(tensor, dtype=self._sum_dtype(value)) if needs
+            else None
+            for position, (value, tensor, needs) in enumerate(zip(self.program.inputs, tensors, needed, strict=True))
+        ]  # fmt: skip
         state = _BackwardState(tensors, self._by_node(statistics), gradients, needed, input_gradients)
         for norms in self.derivative_sum_passes:
             for piece in pieces or range(self.pieces):
