@@ -220,10 +220,20 @@ def test_an_exact_plan_that_does_not_fit_says_what_would() -> None:
     budget = int(0.8 * floor_of(model, images, labels))
     with pytest.raises(BudgetError, match="allow='reordered'"):
         memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget=budget, costs="roofline")
+    with pytest.raises(BudgetError, match="allow='reordered'"):
+        memplan.fit(model, images, targets=labels, budget=budget, **QUICK)
     linear = nn.Linear(4000, 10)
     with pytest.raises(BudgetError) as caught:
         memplan.plan(linear, torch.randn(2, 4000), targets=labels[:2], loss=F.cross_entropy, budget=1)
     assert "reordered" not in str(caught.value)
+
+
+def test_a_step_that_does_not_fit_in_pieces_says_what_stays_whole() -> None:
+    """``fit`` has measured the least plan, and keeps the reason that the search gave."""
+    model, images, labels = nn.Sequential(nn.Linear(4, 4000), nn.Softmax(0)), torch.randn(64, 4), torch.arange(64)
+    budget = int(0.9 * floor_of(model, images, labels))
+    with pytest.raises(BudgetError, match="what does not run piece by piece: .*softmax"):
+        memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
 
 
 def test_what_draws_random_numbers_stays_whole() -> None:

@@ -72,13 +72,25 @@ def budget_error(
     return BudgetError(
         f"The budget is {given}",
         expected=f"at least {smallest}, the smallest peak found: {where} it takes {largest_storages}",
-        do=f"Give {format_bytes(smallest_budget)} ({smallest_budget} bytes)"
-        + (f", or {'; or '.join(map(str, remedies))}" if remedies else ""),
+        do=_give(smallest_budget) + (f", or {'; or '.join(map(str, remedies))}" if remedies else ""),
         smallest_budget=smallest_budget,
         timeline=predicted or timeline,
         held_by=storages,
         lower_by=remedies,
     )
+
+
+def with_smallest_budget(error: BudgetError, found: str, expected: str, smallest_budget: int) -> BudgetError:
+    """Return a copy of the error with another smallest budget in bytes. Its other advice stays."""
+    other_advice = (error.do or "").removeprefix(_give(error.smallest_budget))
+    return error.but(
+        found=found, expected=expected, do=_give(smallest_budget) + other_advice, smallest_budget=smallest_budget
+    )
+
+
+def _give(budget: int) -> str:
+    """Return the advice to give a budget in bytes."""
+    return f"Give {format_bytes(budget)} ({budget} bytes)"
 
 
 def with_remedy(error: BudgetError, remedy: Remedy) -> BudgetError:

@@ -15,6 +15,7 @@ from memplan.dry.card import CARD
 from memplan.errors import BudgetError, MemplanError, RecordingError, UsageError, VerificationError
 from memplan.planning.graph.precision import EXACT
 from memplan.planning.levers.lever import GradientUse
+from memplan.planning.plan.budget_error import with_smallest_budget
 from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import Request, request
@@ -368,7 +369,7 @@ class _Fitting:
                 f"The budget is {format_bytes(self.budget)}; a plan for it was measured above it, and for {budget} "
                 "bytes there is none"
             )
-        floor, advice = error.smallest_budget, "".join(f"; or {text}" for text in error.lower_by)
+        floor = error.smallest_budget
         self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
             planned = self.planner.planned(self.request.call, self.settings, floor, key=0)
@@ -384,8 +385,7 @@ class _Fitting:
             eager = max(eager, self.prover.peak(eager, planned=None) or 0)
             if eager < least:
                 least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
-        do = f"Give {format_bytes(least)} ({least} bytes){advice}"
-        return error.but(found=message, expected=expected, do=do, smallest_budget=least)
+        return with_smallest_budget(error, message, expected, least)
 
     def _install_and_prove(self, planned: Planned, budget: int) -> Fitted:
         """Install the plan and prove it. On any error the module is as before."""
