@@ -232,7 +232,7 @@ def test_a_step_that_does_not_fit_in_pieces_says_what_stays_whole() -> None:
     """``fit`` has measured the least plan, and keeps the reason that the search gave."""
     model, images, labels = nn.Sequential(nn.Linear(4, 4000), nn.Softmax(0)), torch.randn(64, 4), torch.arange(64)
     budget = int(0.9 * floor_of(model, images, labels))
-    with pytest.raises(BudgetError, match="what does not run piece by piece: .*softmax"):
+    with pytest.raises(BudgetError, match=r"what does not run piece by piece: .*softmax"):
         memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
 
 
