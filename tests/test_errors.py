@@ -111,6 +111,10 @@ def test_an_error_about_one_of_two_is_another_and_leaves_the_first_as_it_is() ->
     assert (str(first), first.found) == ("Too little. Expected 2 B.", "Too little")
 
 
+def test_a_question_has_no_full_stop() -> None:
+    assert str(MemplanError("No loss 'mse'", do="Did you mean mse_loss?")) == "No loss 'mse'. Did you mean mse_loss?"
+
+
 def test_a_message_is_one_line_of_bounded_length() -> None:
     error = MemplanError("found\n  two lines" + "x" * 100_000 + "end", do="a\r\nb")
     text = str(error.about("file\nname"))

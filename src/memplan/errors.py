@@ -55,7 +55,7 @@ class MemplanError(Exception):
         found = one_line(found)
         expected, do = (text and one_line(text) for text in (expected, do))
         sentences = [found, expected and f"Expected {expected}", do]
-        super().__init__(" ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence))
+        super().__init__(" ".join(_with_stop(sentence) for sentence in sentences if sentence))
         self.found = found
         self.expected = expected
         self.do = do
@@ -69,6 +69,11 @@ class MemplanError(Exception):
         # By default pickle calls the class with the composed text alone: that would be taken for `found`, and
         # a subclass that requires a keyword would fail, which a process pool answers by hanging.
         return _restore, (type(self), self.args, self.__dict__)
+
+
+def _with_stop(sentence: str) -> str:
+    """Return a sentence with its full stop, or the question mark that it has."""
+    return sentence if sentence.endswith("?") else f"{sentence.rstrip('.')}."
 
 
 def _restore(kind: type[_Error], args: tuple[Any, ...], state: dict[str, Any]) -> _Error:

@@ -53,6 +53,15 @@ def test_what_is_no_budget(text: Any) -> None:
         read_any_budget(text)
 
 
+def test_what_is_no_budget_is_told_what_is_one() -> None:
+    """A misspelt card, too; a number in another unit is no card."""
+    with pytest.raises(UnitError, match=r"such as '70%'.* a name that memplan devices lists\.$"):
+        read_any_budget("rtx9999")
+    with pytest.raises(UnitError, match="such as '70%'") as raised:
+        read_any_budget("6 gigs")
+    assert "devices" not in str(raised.value)
+
+
 def test_nothing_is_left() -> None:
     with pytest.raises(UsageError, match=r"the 1\.0 KiB that the step takes without a plan, less 1\.0 KiB"):
         read_any_budget("-1 KiB").of(1024)  # pyright: ignore[reportAttributeAccessIssue]  # it is relative

@@ -80,11 +80,18 @@ def read_budget(budget: Any) -> int | Device:
     """
     try:
         return parse_bytes(budget)
-    except UnitError:
-        if isinstance(budget, str):
-            with suppress(DeviceError):
-                return find(budget)
-        raise
+    except UnitError as error:
+        if not isinstance(budget, str):
+            raise
+        with suppress(DeviceError):
+            return find(budget)
+        if not budget.strip()[:1].isalpha():  # a number in some unit, not a card
+            raise
+        raise UnitError(
+            error.found,
+            expected=f"{error.expected}; or the name of a card",
+            do=f"{error.do}, or take a name that memplan devices lists",
+        ) from None
 
 
 def device_of_properties(name: str, total_memory: int, major: int, minor: int, multiprocessors: int) -> Device:

@@ -68,4 +68,8 @@ def read_any_budget(budget: Any) -> int | Device | Relative:
         return Relative(part)
     if less is not None:
         return Relative(less=parse_bytes(less[1]))
-    return read_budget(budget)
+    try:
+        return read_budget(budget)
+    except UnitError as error:
+        shares = "a share of the step without a plan, such as '70%'"
+        raise UnitError(error.found, expected=f"{error.expected}; or {shares}", do=error.do) from None

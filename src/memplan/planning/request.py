@@ -89,8 +89,7 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     built, args, keywords = _on_fake_tensors(model_and_call) if constructs_fakes else model_and_call()
     loss, optimizer = step.callables
     if loss is None and step.targets:
-        count = len(step.targets)
-        raise InputError(f"{count} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
+        raise InputError("targets, and no loss", expected="a loss that takes them", do="Give loss (--loss)")
     if loss is not None:
         _check_takes(loss, len(step.targets))
     module = built if loss is None else WithLoss(built, loss, len(step.targets))
@@ -293,7 +292,8 @@ def _check_data(model: nn.Module, fake: bool) -> None:
             raise DeviceError(
                 f"{name} is on meta",
                 expected="a module with data, on the CPU or on a CUDA card",
-                do="Move it by to_empty(device=...) and load its weights, or use memplan.plan, which runs nothing",
+                do="Move it by to_empty(device=...) and load its weights, or pass the function that makes it to "
+                "memplan.plan, which then allocates nothing",
             )
 
 

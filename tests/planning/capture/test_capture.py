@@ -637,6 +637,9 @@ def test_what_needs_a_gradient_and_is_not_registered_is_refused() -> None:
 def test_nothing_to_differentiate_is_refused() -> None:
     with pytest.raises(InputError, match="Nothing in the step needs a gradient"):
         capture(linear().requires_grad_(False), call_of((torch.randn(3, 4),), {}))
+    detached = with_loss(linear(), lambda out: out.detach().sum(), 0)
+    with pytest.raises(InputError, match=r"compute the loss from the model's output, without detach\(\)"):
+        capture(detached, call_of((torch.randn(3, 4),), {}))
 
 
 def test_functions_of_functions_are_refused() -> None:

@@ -12,6 +12,7 @@ from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost.optimizer_memory import memory_outside_graph, update_of
 from memplan.planning.levers.lever import GradientUse
+from memplan.planning.ops.packed_masters import PackedMasters
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.schedule.to_trace import trace_of
@@ -43,6 +44,16 @@ def test_state_and_update_are_what_the_allocator_says(name: str) -> None:
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be recorded"):
         update_of(torch.optim.LBFGS, SHAPES)
+
+
+def test_what_an_optimizer_refuses_is_said_once() -> None:
+    """Master weights of float16: what is expected of the parameters, not of an optimizer's ``step()``."""
+    with pytest.raises(InputError, match="Train in bfloat16") as raised:
+        update_of(lambda parameters: PackedMasters(parameters, torch.optim.AdamW), [((4, 4), (4, 1), "float16")])
+    assert str(raised.value).count("Expected") == 1
+    with pytest.raises(InputError, match="needs no closure") as raised:
+        update_of(torch.optim.LBFGS, SHAPES)
+    assert str(raised.value).count("Expected") == 1
 
 
 class Heads(torch.nn.Module):

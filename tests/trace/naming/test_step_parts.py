@@ -85,7 +85,21 @@ def test_options_of_an_optimizer() -> None:
     group = made([nn.Parameter(torch.zeros(1))]).param_groups[0]
     assert (group["lr"], group["momentum"]) == (0.5, 0.9)
     assert optimizer_of("none") is None
-    assert loss_of("CrossEntropyLoss")(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)).item() > 0
+
+
+@pytest.mark.parametrize("loss", ["CrossEntropyLoss", nn.CrossEntropyLoss])
+def test_of_a_class_of_losses_one_is_made(loss: Any) -> None:
+    """``nn.CrossEntropyLoss`` without its parentheses would take output and targets for options."""
+    assert loss_of(loss)(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)).item() > 0
+
+
+def test_a_class_of_losses_with_options_is_refused() -> None:
+    class Weighted(nn.Module):
+        def __init__(self, weight: float) -> None:
+            super().__init__()
+
+    with pytest.raises(InputError, match="Weighted"):
+        loss_of(Weighted)
 
 
 @pytest.mark.parametrize(

@@ -528,6 +528,8 @@ def test_what_only_the_trace_refuses_is_the_trace_s_error() -> None:
 def test_a_model_elsewhere_is_refused() -> None:
     with pytest.raises(DeviceError, match="on meta"):
         fit(nn.Linear(3, 3, device="meta"), "4x3", budget=SMALL)
+    with pytest.raises(InputError, match="pass the function that makes the model"):  # what to do for plan, too
+        plan(nn.Linear(3, 3, device="meta"), "4x3", budget=SMALL)
 
 
 def test_on_an_emulated_card_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:

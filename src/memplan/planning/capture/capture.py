@@ -229,7 +229,8 @@ def read(
         raise InputError(
             "Nothing in the step needs a gradient",
             expected="an output that depends on a parameter with requires_grad",
-            do="Unfreeze a parameter",
+            do="Unfreeze a parameter; compute the loss from the model's output, without detach() or no_grad(); or "
+            "plan outside of torch.inference_mode()",
         )
     graph = prepare(graph, reader.autocast_regions, precision, on_cpu=reader.values.on_cpu)
     return Captured(

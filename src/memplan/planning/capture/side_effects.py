@@ -121,7 +121,11 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         reason = _torch.untraceable_reason(tensor)
         if reason is not None:
             is_lazy = not _torch.has_shape(tensor)  # a parameter of nn.LazyLinear, for example
-            do = "Call the model once before, also where a function makes it" if is_lazy else None
+            do = None
+            if is_lazy:
+                do = "Call the model once before, also where a function makes it"
+            elif tensor.is_meta:
+                do = "To plan without data, pass the function that makes the model, and inputs as text: '8x3x224x224'"
             raise InputError(
                 f"{name} is {reason}",
                 expected="parameters that are made" if is_lazy else "dense tensors with data, of torch's own classes",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.errors import InputError, MemplanError
+from memplan.errors import InputError, MemplanError, UsageError
 from memplan.planning.cost.cuda_workspace import library_workspaces
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.graph.placement import Home
@@ -183,9 +183,11 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
 
     try:
         trace = record_for(build, home.target)
+    except UsageError as error:  # of an optimizer of memplan, about its parameters or options
+        raise InputError(f"the optimizer: {error.found}", expected=error.expected, do=error.do) from error
     except MemplanError as error:
         raise InputError(
-            f"the optimizer's update cannot be recorded: {error}",
+            f"the optimizer's update cannot be recorded: {error.found}",
             expected="a callable of the parameters, such as torch.optim.AdamW, whose step() needs no closure",
             do="Pass such a callable, or leave optimizer out: then none is counted",
         ) from error

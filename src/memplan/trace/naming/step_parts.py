@@ -18,7 +18,8 @@ Optimizer = Callable[[Any], Any] | str
 
 
 def loss_of(loss: Loss, option: str = "loss") -> Callable[..., Any]:
-    """Return the loss named ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``; a callable unchanged.
+    """Return the loss named ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``; a callable unchanged. Of a
+    class of modules, such as ``nn.CrossEntropyLoss``, it is an instance.
 
     Raises:
         InputError: no such loss.
@@ -27,10 +28,13 @@ def loss_of(loss: Loss, option: str = "loss") -> Callable[..., Any]:
     from torch import nn
     from torch.nn import functional
 
+    function: Any
     if not isinstance(loss, str):
-        return _check_callable(loss, option, "loss(output, *targets), or the name of one, such as 'cross_entropy'")
-    if ":" in loss:
-        function: Any = resolve(loss).what
+        function = _check_callable(loss, option, "loss(output, *targets), or the name of one, such as 'cross_entropy'")
+        if not (inspect.isclass(function) and issubclass(function, nn.Module)):
+            return function
+    elif ":" in loss:
+        function = resolve(loss).what
     else:
         function = getattr(functional, loss, None) or getattr(nn, loss, None)
         if not callable(function) or loss.startswith("_") or inspect.ismodule(function):
@@ -41,7 +45,7 @@ def loss_of(loss: Loss, option: str = "loss") -> Callable[..., Any]:
                 do=offer(loss, losses),
             )
     if inspect.isclass(function):
-        check_arguments(function, {}, title=loss, option=option)
+        check_arguments(function, {}, title=loss if isinstance(loss, str) else loss.__name__, option=option)
         function = function()
     return function
 
