@@ -76,6 +76,27 @@ def test_a_lossy_proof_says_of_what_ran_how_far_off_it_is(truth: str, reference:
 
 
 @pytest.mark.parametrize(
+    ("truth", "reference", "told"),
+    [
+        ("float64", 0.1, "0.2 from float64 in L2 (its norm is 4); 0.5 is allowed, and the step without a plan is 0.1 "
+         "from it"),
+        ("reference", 0.3, "0.2 from the step without a plan in L2 (its norm is 4); 0.5 is allowed, and another run of "
+         "that step 0.3"),
+    ],
+)  # fmt: skip
+def test_where_rounding_is_allowed_the_gradient_nearest_to_its_limit_is_named(
+    truth: str, reference: float, told: str
+) -> None:
+    """Not the one with the largest error: that of b.weight may be off by more."""
+    errors = (
+        Rounded("gradients", "a.weight", 0, 0.2, reference, 4.0, 0.5, 0.1),
+        Rounded("gradients", "b.weight", 0, 0.3, 0.3, 4.0, 6.0, 0.1),
+    )
+    text = str(dataclasses.replace(GOOD, grade="reordered", truth=truth, rounded=errors))
+    assert f"\nnearest to its limit: the gradient of a.weight, {told}\n" in text
+
+
+@pytest.mark.parametrize(
     ("grade", "told"),
     [
         (

@@ -201,12 +201,14 @@ class Proof(Saved, Displayed):
             return self._lossy_errors()
         worst = max(errors, key=lambda error: error.error / error.allowed if error.allowed else error.error)
         own = worst.own or worst.reference  # files of older versions have the latter alone
-        yardstick = f", another execution of it by {worst.reference:.2g}," if worst.reference > own else ""
-        return (
-            f"farthest from {truth_label(self.truth)}, of what is allowed: "
-            f"{worst.name}, by {worst.error:.2g} (L2 norm {worst.norm:.2g}) where the step without a plan is by "
-            f"{own:.2g}{yardstick} and {worst.allowed:.2g} is allowed"
+        truth, whose = truth_label(self.truth), "the gradient of " if worst.kind == "gradients" else ""
+        text = (
+            f"nearest to its limit: {whose}{worst.name}, {worst.error:.2g} from {truth} in L2 (its norm is "
+            f"{worst.norm:.2g}); {worst.allowed:.2g} is allowed"
         )
+        if self.truth == "float64":
+            text += f", and the step without a plan is {own:.2g} from it"
+        return f"{text}, and another run of that step {worst.reference:.2g}" if worst.reference > own else text
 
     def _lossy_errors(self) -> str:
         """Describe the errors of all outputs and gradients, and the layer with the largest relative error."""
