@@ -15,6 +15,7 @@ from truth.cpu_allocator import allocations, peak_of
 import memplan
 from memplan import _torch
 from memplan.errors import BudgetError, UsageError, VerificationError
+from memplan.planning.planner import Planner
 from memplan.planning.search.search import Heuristics, Search
 from memplan.planning.tiles import tiled
 
@@ -234,6 +235,25 @@ def test_a_step_that_does_not_fit_in_pieces_says_what_stays_whole() -> None:
     budget = int(0.9 * floor_of(model, images, labels))
     with pytest.raises(BudgetError, match=r"what does not run piece by piece: .*softmax"):
         memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
+
+
+def test_a_least_budget_is_one_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for less can reach a peak that a search for that peak does not: then the error has neither that peak,
+    nor that budget for the user's."""
+    model, images, labels = nn.Sequential(nn.Linear(4, 400), nn.Softmax(0)), torch.randn(64, 4), torch.arange(64)
+    floor = floor_of(model, images, labels)
+    planned = Planner.planned
+
+    def reaches_less(*args: Any, **options: Any) -> Any:
+        try:
+            return planned(*args, **options)
+        except BudgetError as error:
+            raise error.but(smallest_budget=floor - 2000 if args[3] < floor - 2000 else floor) from None
+
+    monkeypatch.setattr(Planner, "planned", reaches_less)
+    with pytest.raises(BudgetError, match=r"The budget is 50\.0 KiB") as caught:
+        memplan.fit(model, images, targets=labels, budget=50 * 1024, allow="reordered", **QUICK)
+    assert caught.value.smallest_budget >= floor
 
 
 def test_what_draws_random_numbers_stays_whole() -> None:

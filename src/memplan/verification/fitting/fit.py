@@ -369,10 +369,10 @@ class _Fitting:
                 f"The budget is {format_bytes(self.budget)}; a plan for it was measured above it, and for {budget} "
                 "bytes there is none"
             )
-        floor = error.smallest_budget
         self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
-            planned = self.planner.planned(self.request.call, self.settings, floor, key=0)
+            error, planned = self._smallest_plan(error)
+            floor = error.smallest_budget
             eager = self.planner.study(self.request.call, self.settings, key=0).eager_peak(self.settings)
         with ExitStack() as undo:
             self._install(planned, floor, undo)
@@ -386,6 +386,20 @@ class _Fitting:
             if eager < least:
                 least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
         return with_smallest_budget(error, message, expected, least)
+
+    def _smallest_plan(self, error: BudgetError) -> tuple[BudgetError, Planned]:
+        """Return the plan for the smallest budget of an error, and the error.
+
+        Segments in pieces are chosen by what is above the budget: a search for a smaller budget can reach a peak that a
+        search for that peak does not. Then it is the error of the latter, whose smallest budget is larger.
+        """
+        while True:
+            try:
+                return error, self.planner.planned(self.request.call, self.settings, error.smallest_budget, key=0)
+            except BudgetError as larger:
+                if larger.smallest_budget <= error.smallest_budget:
+                    raise
+                error = larger
 
     def _install_and_prove(self, planned: Planned, budget: int) -> Fitted:
         """Install the plan and prove it. On any error the module is as before."""
