@@ -24,7 +24,14 @@ from memplan.planning.ops.tile import TILE_OPS
 from memplan.planning.piece_memory import Derivatives, PieceMemory
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
-from memplan.planning.tiles.program import Node, NotTileable, Program, without_running_statistics
+from memplan.planning.tiles.program import (
+    SEVERAL_VIEWS,
+    Node,
+    NotTileable,
+    Program,
+    views_one_by_one,
+    without_running_statistics,
+)
 from memplan.planning.tiles.tiled import Axis, Tile, Tiled
 
 MAX_CALLS = 24
@@ -148,8 +155,10 @@ class Segments:
     def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
         """Note which values depend on data and get gradients, and the seconds of derivatives."""
         self._graph, self._in_place = graph, in_place
-        self._ops = [op for op in graph.ops if op.phase == "forward"]
-        """Forward ops."""
+        self._ops = _one_result_each([op for op in graph.ops if op.phase == "forward"])
+        """Forward ops; in the place of one that returns several views, an op for each."""
+        self._view_of = {v: op.call for op in graph.ops if op.target in SEVERAL_VIEWS for v in op.outputs}
+        """By result of an op that returns several views: its call."""
         self._nodes = {op.index: _node(op) for op in self._ops}
         """By index of a forward op: the op as a node of a program."""
         self._likes = {
@@ -185,6 +194,9 @@ class Segments:
         """Calls that depend on data, in order."""
         self._segments: dict[tuple[int, int, Axis, int, CallRanges], Segment | None] = {}
         """Results of `segment` by its arguments."""
+        self._sharing = set[tuple[int, int]]()
+        """Ranges of calls that only a longer segment can contain: they end between an op that returns several views and
+        their readers, and the results of a segment must not share memory."""
         self._refused: dict[tuple[int, int], str] = {}
         """Reasons for which a trace refused ranges of calls."""
         self._untileable: dict[int, str] = {}
@@ -274,16 +286,20 @@ class Segments:
             if any(op.must_run_once or op.call is None for op in inside):
                 raise NotTileable("it has a side effect")
             earlier = self._repeated(inside, repeats)
-            tiled = Tiled(self._program(inside, earlier), axis, pieces)
+            program = self._program(inside, earlier)
+            tiled = Tiled(program, axis, pieces)
         except NotTileable as reason:
             if first == last:
                 self._untileable[first] = str(reason)
             return None
+        views = Counter(self._view_of[value] for value in program.outputs if value in self._view_of)
+        if any(count > 1 for count in views.values()):
+            self._sharing.add((first, last))
         own_norms = {at for at in tiled.norms if at >= len(earlier)}  # not those of repeated ops
         if sum(not own_norms.isdisjoint(nodes) for nodes in tiled.statistic_passes) > MAX_NORM_PASSES:
             return None
         ops = *earlier, *inside
-        values, program = self._graph.values, tiled.program
+        values = self._graph.values
         data_inputs = {values[v].base for v in program.inputs if v not in program.static_inputs}
         operands = tuple((self._call_of(v), values[v].bytes) for v in data_inputs if values[v].kind not in RESIDENT)
         results = {values[v].base for v in program.outputs}
@@ -430,7 +446,8 @@ class Segments:
                 tile = self._tile_of(calls[begin], calls[end], [*level, *new], large, budget)
                 if tile is None:
                     break
-                longest = end, tile
+                if (calls[begin], calls[end]) not in self._sharing:
+                    longest = end, tile
             begin = begin + 1 if longest is None else longest[0] + 1
             if longest is not None:
                 new.append(longest[1])
@@ -499,7 +516,7 @@ class Segments:
                     segment = self.segment(first, last, axis, pieces=2)
                     if segment is None:
                         break
-                    if not any(_cuts(tile, first, last) for tile in tiles):
+                    if (first, last) not in self._sharing and not any(_cuts(tile, first, last) for tile in tiles):
                         yield segment, axis, _max_pieces(segment, axis)
 
     def _overwritten(self, tiled: Tiled, inside: Sequence[GraphOp]) -> int:
@@ -618,6 +635,27 @@ def _live_value(graph: JointGraph, value: int) -> LiveValue:
         readers=frozenset(reader for reader in readers if reader is not None),
         is_returned_gradient=any(graph.base(gradient) == value for _, gradient in graph.gradients),
     )
+
+
+def _one_result_each(ops: Sequence[GraphOp]) -> list[GraphOp]:
+    """Return the ops with one for each result in the place of an op that returns several views. The first keeps its
+    index; those of the others are negative."""
+    split, parts_with_new_index = list[GraphOp](), 0
+    for op in ops:
+        views = views_one_by_one(op.target, op.args, op.kwargs, len(op.outputs))
+        if not views:
+            split.append(op)
+        index = op.index
+        for (target, args), value in zip(views, op.outputs, strict=False):
+            if value is None:  # nothing reads it
+                continue
+            seconds = op.seconds / len(views)
+            split.append(
+                replace(op, index=index, target=target, args=args, kwargs={}, outputs=(value,), seconds=seconds)
+            )
+            parts_with_new_index += 1
+            index = -parts_with_new_index
+    return split
 
 
 def _node(op: GraphOp) -> Node:

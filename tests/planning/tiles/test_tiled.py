@@ -57,6 +57,21 @@ class UNet(nn.Module):
         return first, self.last(torch.cat([first, self.up(self.second(first))], 1))
 
 
+class Parts(nn.Module):
+    """Chunks, parts of different sizes, and the slices of a dimension, as of gated units and packed queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result."""
+        value, gate = self.first(x).chunk(2, 1)
+        small, large = (value * torch.sigmoid(gate)).split([1, 3], dim=-3)
+        query, _, key = self.last(large * small).unflatten(1, (4, 1))[:, :3].unbind(1)
+        return query * key
+
+
 def stem() -> nn.Module:
     """The first layers of a ResNet: sizes that no number of pieces divides."""
     return nn.Sequential(
@@ -87,6 +102,7 @@ SEGMENTS = {
     "residual": (lambda: Residual(4, 1), (4, 4, 20, 21)),
     "strided": (lambda: Residual(4, 2), (4, 4, 21, 20)),
     "unet 2d": (lambda: UNet(2), (4, 2, 24, 20)),
+    "parts": (Parts, (4, 2, 20, 21)),
     "unet 3d": (lambda: UNet(3), (2, 2, 16, 8, 8)),
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ BATCH_NORMS = frozenset(
 """Batch norms in training or evaluation."""
 
 
+SEVERAL_VIEWS = frozenset({"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default"})
+"""Ops that return several views; ``chunk`` is a split."""
 _RUNNING = ("running_mean", "running_var")
 """Arguments of a batch norm that it writes in training."""
 
@@ -32,6 +35,27 @@ def without_running_statistics(target: str, args: Sequence[Any], kwargs: Mapping
     program updates them, once for all pieces."""
     named = arguments_of(target, args, kwargs)
     return tuple(None if name in _RUNNING else value for name, value in named.items())
+
+
+def views_one_by_one(
+    target: str, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the (target, arguments) that compute each of the ``count`` results of an op that returns several views of
+    its operand, as ``unbind`` and ``split`` do; [] for other ops.
+
+    Example:
+        >>> views_one_by_one("aten.split.Tensor", (Ref(3), 4, 1), {}, 2)
+        [('aten.slice.Tensor', (Ref(3), 1, 0, 4)), ('aten.slice.Tensor', (Ref(3), 1, 4, 8))]
+    """
+    if target not in SEVERAL_VIEWS:
+        return []
+    named = arguments_of(target, args, kwargs)
+    operand, dim = named["self"], named.get("dim", 0)
+    if target == "aten.unbind.int":
+        return [("aten.select.int", (operand, dim, index)) for index in range(count)]
+    sizes = named["split_sizes"] if "split_sizes" in named else [named["split_size"]] * count
+    ends = list(accumulate(sizes))
+    return [("aten.slice.Tensor", (operand, dim, end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 class NotTileable(Exception):
@@ -212,7 +236,10 @@ class Recorder:
             arguments, keywords = without_running_statistics(str(op), arguments, keywords), {}
             written = []
         if not written:
-            self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
+            values = tuple(map(self._add, results))
+            views = views_one_by_one(str(op), arguments, keywords, len(values))
+            self._nodes += [Node(name, of, {}, (value,)) for (name, of), value in zip(views, values, strict=False)]
+            self._nodes += [] if views else [Node(str(op), arguments, keywords, values)]
             return result
         if len(written) > 1 or functional is None or self._is_from_outside(self._value_of[id(written[0])]):
             raise NotTileable(f"{op} changes a tensor from outside of the segment")
