@@ -72,6 +72,7 @@ from memplan._torch.eager import (
     marker,
     memory_profile,
     no_modes,
+    recording_autograd,
 )
 from memplan._torch.engine import (
     BOOKKEEPING,

@@ -84,6 +84,12 @@ class GuestMode(EagerMode):
         return _get_current_dispatch_mode() is self
 
 
+def recording_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which ops that the callback of a dispatch mode calls are recorded by autograd: such a
+    callback runs below autograd."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+
+
 def no_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context in which no dispatch mode is active."""
     return _disable_current_modes()  # pyright: ignore[reportReturnType]  # an untyped generator context

@@ -174,7 +174,7 @@ def test_a_wrong_tile_is_refused(monkeypatch: pytest.MonkeyPatch, broken: str, s
         monkeypatch.setattr(tiled.Tiled, "_derivative", differentiate)
     model, images, labels = step(samples, size)
     budget = int(0.7 * floor_of(model, images, labels))
-    with pytest.raises(VerificationError, match="from float64"):
+    with pytest.raises(VerificationError, match="in float64 is"):
         memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
 
 

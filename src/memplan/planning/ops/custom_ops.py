@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_KERNELS = dict[str, Callable[..., Any]]()
+"""Kernels by the name of their op."""
 LIBRARY = torch.library.Library("memplan", "DEF")  # lives as long as the process
 
 
@@ -21,12 +23,18 @@ def define(
         """Register a kernel, and return it."""
         name = schema.split("(")[0]
         LIBRARY.define(schema, tags=tags)
+        _KERNELS[f"memplan::{name}"] = kernel
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, kernel, key)
         torch.library.register_fake(f"memplan::{name}", fake, lib=LIBRARY)
         return kernel
 
     return register
+
+
+def kernel_of(op: Any) -> Callable[..., Any] | None:
+    """Return the kernel of an op of memplan; None for other ops."""
+    return _KERNELS.get(op.name())
 
 
 def elements_in_memory_order(tensor: Tensor) -> Tensor:

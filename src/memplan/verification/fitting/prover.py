@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from memplan.planning.levers.eight_bit_moments import EightBitMoments
 from memplan.planning.plan.plan import Grade, Plan
 from memplan.planning.request import Request
 from memplan.planning.study import Planned
-from memplan.rewriting.install import Planner, install
+from memplan.rewriting.install import Planner, Runnable, install
 from memplan.verification.fitting.plan_cache import Plans
 from memplan.verification.measurement import card_kernels, free_memory
 from memplan.verification.measurement.peak_alone import measure_trial
@@ -29,11 +30,12 @@ from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_restored, random_state_restored
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.float64_convolutions import float64_convolutions
+from memplan.verification.proof.float64_plan import in_float64
 from memplan.verification.proof.moments import moments_error
-from memplan.verification.proof.near_kinks import KinkSamples
+from memplan.verification.proof.near_kinks import NearKinks
 from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import EXACT, LOSSY, NEAR_KINKS, ROUNDING
-from memplan.verification.proof.verify import Baselines, compare, with_times
+from memplan.verification.proof.verify import Baselines, InFloat64, compare, with_times
 
 _log = logging.getLogger("memplan")
 _STEPS = 3
@@ -72,7 +74,7 @@ class _Memory:
     @property
     def beside_float64(self) -> int:
         """Bytes of the step in float64, while the other trials wait."""
-        return 2 * self.peak + 4 * self.idle
+        return 2 * self.peak + 5 * self.idle
 
 
 class _NoRoomError(UsageError):
@@ -94,6 +96,8 @@ class Prover:
     def __init__(self, request: Request, pairs: int) -> None:
         self._request, self._step, self._settings, self._pairs = request, request.step, request.settings, pairs
         self._home = request.settings.home
+        self._narrow = set[torch.dtype]()
+        """Floating-point dtypes other than float64 that were seen in the unplanned step in float64, on the CPU."""
 
     def unplanned(self, plan: Plan) -> Proof:
         """Compare the unplanned step with itself, and measure whether it keeps the budget.
@@ -154,9 +158,12 @@ class Prover:
             call, cut, memory = smaller
             with self._deterministic_kernels(), ExitStack() as undo:
                 baselines = self._baselines(call, _grade(plan))
+                smaller_plan = None
                 if planned is not None:
-                    undo.callback(install(self._step, self._planner_of(call, planned)).undo)
-                proof = self._compare(baselines, call, planned, memory)
+                    planner = self._planner_of(call, planned)
+                    smaller_plan = planner(call, self._settings.gradients.accumulates)
+                    undo.callback(install(self._step, planner).undo)
+                proof = self._compare(baselines, call, planned, memory, smaller_plan=smaller_plan)
             del baselines
             install_plan()
             measured = proof.same and self._has_room(predicted, cut.available)
@@ -187,32 +194,44 @@ class Prover:
 
     def _baselines(self, call: Call, grade: Grade) -> Baselines:
         """Return the unplanned step; where bits may differ, also in float64, and a yardstick for allowed errors."""
-        reference, samples = self._trial("reference", call), KinkSamples()
+        reference = self._trial("reference", call)
         if grade == "lossy":
             yardstick = self._trial("autocast", call, autocast=self._request.autocast or torch.bfloat16)
         elif self._settings.engine == "graph":
             if grade == "exact":
                 return Baselines(reference)
-            yardstick = self._trial("the step with decisions near kinks flipped", call, kernels=samples.flipped)
+            yardstick = self._trial("the step with decisions near kinks flipped", call, kernels=NearKinks)
         else:
             yardstick = self._trial("torch.compile", call, function=_torch.compiled_as_eager(self._step))
+        kernels = nullcontext if self._home.card is not None else partial(float64_convolutions, self._narrow)
+        return Baselines(reference, self._trial("float64", call, float64=True, kernels=kernels), yardstick)
 
-        flips_decisions = grade == "reordered" and self._settings.engine == "graph"
+    def _planned_in_float64(self, call: Call, planned: Runnable) -> InFloat64 | None:
+        """Return the planned step in float64; None where its ops are not those of the planned step: on a card and with
+        fused kernels, which are others in float64, and in lower precision."""
+        if self._home.card is not None or self._settings.engine != "graph":
+            return None
+        function = in_float64(self._step, planned)
+        if function is None:
+            return None
 
         @contextmanager
-        def in_float64() -> Iterator[None]:
-            """Sample inputs for a yardstick that flips decisions; on the CPU, run convolutions in parts."""
-            with (
-                samples.observed() if flips_decisions else nullcontext(),
-                float64_convolutions() if self._home.card is None else nullcontext(),
-            ):
+        def flipping() -> Iterator[None]:
+            with float64_convolutions(), NearKinks():
                 yield
 
-        return Baselines(reference, self._trial("float64", call, float64=True, kernels=in_float64), yardstick)
+        def flipped() -> Trial:
+            with _torch.without_call(self._step):
+                return self._trial("float64, flipped", call, float64=True, kernels=flipping)
+
+        candidate = self._trial(
+            "planned, in float64", call, float64=True, function=function, kernels=float64_convolutions
+        )
+        return InFloat64(candidate, flipped, self._narrow)
 
     def _compare(
         self, baselines: Baselines, call: Call, planned: Planned | None, memory: _Memory, predicted: int | None = None,
-        budget: int | None = None,
+        budget: int | None = None, smaller_plan: Runnable | None = None,
     ) -> Proof:  # fmt: skip
         """Run baselines and candidate and compare them by the plan's grade; a proof that is ok gets times, too.
 
@@ -220,7 +239,7 @@ class Prover:
         what these change is compared by `_with_moments`. They are part of the times.
 
         ``memory``: what the call takes. ``predicted``, ``budget``: bytes, for the proof; None if the peak is measured
-        separately.
+        separately. ``smaller_plan``: the plan of the call, if that has fewer samples than the planned step.
         """
         if planned is None:
             candidate = self._trial("candidate", call)
@@ -232,14 +251,17 @@ class Prover:
         self._warm_up(call, in_backward=self._settings.gradients.updates_early)
         candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates_early)
         candidate.other_resident = self._constant_bytes(planned)
-        is_lossy = _grade(planned.plan) == "lossy"
+        is_lossy, planned_in_float64 = _grade(planned.plan) == "lossy", None
         if baselines.truth is None:
             tolerance, steps = EXACT, _STEPS
         elif is_lossy:
             tolerance, steps = LOSSY, _FEWER_STEPS
         else:
             tolerance, steps = NEAR_KINKS if self._settings.engine == "graph" else ROUNDING, _FEWER_STEPS
-        proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
+            planned_in_float64 = self._planned_in_float64(call, smaller_plan or planned)
+        proof = compare(
+            baselines, candidate, steps, tolerance, predicted=predicted, budget=budget, in_float64=planned_in_float64
+        )  # fmt: skip
         if not (proof.same or is_lossy or self._home.card is None):
             proof = self._compare_on_card(call, baselines, candidate, planned, memory)
         if not (proof.ok and self._pairs):

@@ -8,6 +8,7 @@ long.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memplan import _torch
+from memplan.planning.ops.custom_ops import kernel_of
 
 _PART_BYTES = 1 << 22
 """Bytes of a part's unfolded windows at most, unless a single row or the weight has more: about what the caches of a
@@ -26,12 +28,25 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
-def float64_convolutions() -> AbstractContextManager[Any]:
+def float64_convolutions(narrow: set[torch.dtype] | None = None) -> AbstractContextManager[Any]:
     """Return a context in which convolutions in float64 on the CPU, and their derivatives, run in parts.
 
+    So do those in the kernels of memplan's own ops, such as a segment that runs piece by piece, which differentiates.
     Results are those of the whole but for the order in which the parts of a weight's gradient are added up, in float64.
+    ``narrow``: floating-point dtypes other than float64 of the ops' results are added to it.
     """
-    return _torch.GuestMode(_run)
+    return _torch.GuestMode(_run if narrow is None else functools.partial(_observed, narrow))
+
+
+def _observed(
+    narrow: set[torch.dtype], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[Any], Any]
+) -> Any:
+    """Run an op as `_run`, and add the dtypes of its results to ``narrow``."""
+    result = _run(op, args, kwargs, call)
+    for tensor in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+            narrow.add(tensor.dtype)
+    return result
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[Any], Any]) -> Any:
@@ -40,7 +55,11 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable
         return _convolution(parts, *args)
     if not kwargs and op is _BACKWARD and (parts := _parts(*args[1:3], *args[4:10])):
         return _backward(parts, *args)
-    return call(op)
+    kernel = kernel_of(op)
+    if kernel is None:
+        return call(op)
+    with _torch.recording_autograd(), float64_convolutions():
+        return kernel(*args, **kwargs)
 
 
 class _Part(NamedTuple):

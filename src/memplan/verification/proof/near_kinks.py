@@ -4,9 +4,6 @@ The derivative of ReLU jumps at zero, and that of a max pool where two elements 
 rounding of such a kink can lie on either side of it: the gradients of two right steps then differ by a whole element,
 3e-3 of a ResNet-18's, where they differ by 3e-6 otherwise. Whether a step has such an error is chance. The error of a
 step in which all these values lie on the other side says how large it may be.
-
-Rounding grows from layer to layer, in a ResNet-18 up to 218 eps of the last input's root mean square. So the distance
-that counts as near is measured for each call, from some elements of its input in float64.
 """
 
 from __future__ import annotations
@@ -20,14 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-NEAR = 64
-"""Distance to a kink that counts as near where it is not measured, in eps of the input's root mean square."""
-LEAST_NEAR = 8
-"""The smallest measured distance, in the same unit: a plan may round where the step as it is does not."""
-MARGIN = 1.5
-"""Measured distance as a multiple of the largest rounding error among the samples: others may be larger."""
-SAMPLES = 1 << 14
-"""Elements of an input whose rounding errors are measured; up to twice as many."""
+NEAR = 256
+"""Distance to a kink that counts as near, in eps of the input's root mean square: rounding grows from layer to layer,
+in a ResNet-18 up to 218."""
 
 _KINKS: Mapping[str, Sequence[float]] = {
     "relu": (0.0,), "leaky_relu": (0.0,), "prelu": (0.0,), "elu": (0.0,), "celu": (0.0,), "selu": (0.0,), "abs": (0.0,),
@@ -43,59 +35,19 @@ _POOLS: Mapping[str, tuple[int, Callable[..., Any]]] = {
 }
 
 
-class KinkSamples:
-    """Some elements of the inputs of all functions with kinks in a step in float64, by number of the call."""
-
-    def __init__(self) -> None:
-        self._exact: list[Tensor | None] = []
-        """Of the latest step that ran `observed`; None for a call in lower precision."""
-
-    def observed(self) -> TorchFunctionMode:
-        """Return a context in which the step in float64 runs."""
-        self._exact = []
-        return _Observed(self._exact)
-
-    def flipped(self) -> NearKinks:
-        """Return a context in which the same step in its own dtypes has decisions near kinks flipped."""
-        return NearKinks(self._exact)
-
-
-class _Observed(TorchFunctionMode):
-    """Samples inputs of functions with kinks."""
-
-    def __init__(self, samples: list[Tensor | None]) -> None:
-        """``samples``: list to which those of each call are added."""
-        super().__init__()
-        self._samples = samples
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run a function of torch."""
-        kwargs = kwargs or {}
-        x = _input_with_kinks(func, args, kwargs)
-        if x is not None:
-            self._samples.append(sample_of(x) if _is_wide(x) else None)
-        return func(*args, **kwargs)
-
-
 class NearKinks(TorchFunctionMode):
     """Within this context, inputs near a kink lie on its other side. Other values stay, so that outputs hardly change.
 
     Only float32 and float64: in lower precision rounding flips so many decisions that any step's error shows it.
     """
 
-    def __init__(self, exact: Sequence[Tensor | None] = ()) -> None:
-        """``exact``: by number of a call, samples of its input in float64, from which the distance is measured."""
-        super().__init__()
-        self._exact = iter(exact)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run a function of torch; an activation or a max pool with its input moved across nearby kinks."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         x = _input_with_kinks(func, args, kwargs)
-        exact = None if x is None else next(self._exact, None)
         if x is None or not _is_wide(x):
             return func(*args, **kwargs)
-        near = distance_to_flip(x.detach(), exact)
+        near = _distance_to_flip(x.detach())
         options = {key: value for key, value in kwargs.items() if key != "input"}
         if name in _POOLS:
             options.pop("return_indices", None)
@@ -119,19 +71,9 @@ def _is_wide(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float64)
 
 
-def sample_of(x: Tensor) -> Tensor:
-    """Return elements at equal distances."""
-    return x.detach().flatten()[:: max(1, x.numel() // SAMPLES)].clone()
-
-
-def distance_to_flip(x: Tensor, exact: Tensor | None) -> float:
-    """Return the distance to a kink within which rounding of x may flip a decision. ``exact``: `sample_of` of x in
-    float64, if it is known."""
-    unit = torch.finfo(x.dtype).eps * float(x.norm()) / math.sqrt(x.numel())
-    rounded = sample_of(x)
-    if exact is None or exact.shape != rounded.shape:
-        return NEAR * unit
-    return max(LEAST_NEAR * unit, MARGIN * float((rounded - exact).abs().max()))
+def _distance_to_flip(x: Tensor) -> float:
+    """Return the distance to a kink within which rounding of x may flip a decision."""
+    return NEAR * torch.finfo(x.dtype).eps * float(x.norm()) / math.sqrt(x.numel())
 
 
 def _kinks(name: str, bounds: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[float]:

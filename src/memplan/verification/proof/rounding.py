@@ -54,6 +54,8 @@ class Tolerance:
     is lost altogether is as large as the gradient."""
     sane: float = SANE
     """Largest relative error of all gradients of a yardstick."""
+    further: float = 0.0
+    """Share of the module's largest gradient that is allowed in addition, for gradients."""
     alike: float = ALIKE
     """Largest error of a yardstick, as a multiple of that of the step without a plan."""
 
@@ -61,13 +63,19 @@ class Tolerance:
         """Return the allowed error of a tensor (L2). ``reference`` is the largest error of the yardsticks, ``largest``
         the norm of the largest gradient of the same module."""
         scaled = max(CHANCE * reference, min(self.factor * reference, self.share * largest))
-        return scaled + self.slack * torch.finfo(self.dtype or dtype).eps * largest
+        return scaled + (self.slack * torch.finfo(self.dtype or dtype).eps + self.further) * largest
 
 
 EXACT = Tolerance("exact")
 ROUNDING = Tolerance("reordered")
 NEAR_KINKS = Tolerance("reordered", alike=math.inf)
 """With `near_kinks` as the yardstick, whose error is a thousand times that of a step in which no decision flips."""
+IN_FLOAT64 = Tolerance("reordered", slack=2.0**20, dtype=torch.float64, alike=math.inf)
+"""For steps that are both in float64: they differ by 1e-15 to 1e-13, and 2e-10 are allowed."""
+WITH_FLOAT32 = replace(IN_FLOAT64, slack=SLACK, dtype=torch.float32)
+"""For such steps where the model's code makes tensors in float32 even in float64, such as a table."""
+PROVEN = Tolerance("reordered", further=SANE)
+"""For a step in float32 that is the same in float64: decisions that rounding flips change it by less."""
 LOSSY = Tolerance("lossy", factor=4.0, slack=2.0, dtype=torch.bfloat16, share=0.75, sane=0.5, alike=math.inf)
 """Four times the error of plain autocast (see ``share``), plus two roundings to bfloat16 (1.6 %) of the module's
 largest gradient. The factor is from updates by Adam, which were compared before gradients were: its first ones are
@@ -119,8 +127,10 @@ def rounding_errors(
         truth: the tensors in float64, by name: what is before the last dot is the module.
         yardsticks: the same tensors of steps whose errors are accepted, first of the step without a plan.
         candidate: the same tensors of the candidate.
-        tolerance: the allowed error.
+        tolerance: the allowed error. Its ``further`` is of gradients alone: outputs are continuous at kinks.
     """
+    if kind != "gradients":
+        tolerance = replace(tolerance, further=0.0)
     norms = {
         name: float(torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0).norm())
         for name, tensor in truth.items()
@@ -233,12 +243,13 @@ def beyond_tolerance(
         if error is None or item.max_abs is None:
             reported.append(item)
         elif not error.within:
-            reported.append(replace(item, what=_describe(error, truth)))
+            reported.append(replace(item, what=describe(error, truth)))
     return reported
 
 
-def _describe(error: Rounded, truth: str) -> str:
-    """Describe an error that is larger than allowed, relative to the norm unless the tensor is nearly zero."""
+def describe(error: Rounded, truth: str) -> str:
+    """Describe an error that is larger than allowed, relative to the norm unless the tensor is nearly zero. ``truth``:
+    label of the step that it is measured from."""
     if math.isnan(error.error):
         if math.isnan(error.own):
             return "has a nan, and so has the step without a plan"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,9 +23,14 @@ from memplan.verification.proof.differences import Compared, Difference, differe
 from memplan.verification.proof.proof import KINDS, Proof, nothing_compared
 from memplan.verification.proof.rounding import (
     EXACT,
+    FACTOR,
+    IN_FLOAT64,
+    PROVEN,
+    WITH_FLOAT32,
     Rounded,
     Tolerance,
     beyond_tolerance,
+    describe,
     floating_point,
     is_truth,
     is_yardstick,
@@ -36,6 +41,12 @@ from memplan.verification.proof.rounding import (
 _log = logging.getLogger("memplan")
 LONG_SECONDS = 1.0
 """Seconds of a step from which on its runs in the comparison count as timed."""
+_COMPARED: tuple[tuple[str, Callable[[Trial], Mapping[str, Any]]], ...] = (
+    ("outputs", lambda trial: named_outputs(trial.output)),
+    ("gradients", lambda trial: trial.gradients),
+    ("buffers", lambda trial: trial.buffers),
+)
+"""What is compared after a backward pass: how to get a trial's tensors by name, for each kind."""
 
 
 def verify(
@@ -113,9 +124,45 @@ class Baselines:
     """Another execution of the step whose errors are accepted: `torch.compile`, a second run, plain autocast."""
 
 
+@dataclass(frozen=True)
+class InFloat64:
+    """A candidate in float64, and what its comparison with the step in float64 needs."""
+
+    candidate: Trial
+    flipped: Callable[[], Trial]
+    """Builds the step in float64 with decisions near kinks flipped: even in float64 rounding takes some, as those of
+    zeros that a batch norm divides by their deviation."""
+    narrow: Collection[torch.dtype] = ()
+    """Other floating-point dtypes that were seen in the step in float64, once that has run."""
+
+    def errors(self, step: int, truth: Trial, *yardsticks: Trial) -> list[Rounded]:
+        """Return the candidate's errors in a step that has run, from ``truth``, the step in float64. ``yardsticks``:
+        whose errors are allowed."""
+        tolerance = WITH_FLOAT32 if self.narrow else IN_FLOAT64
+        return [
+            error
+            for kind, tensors_of in _COMPARED
+            for error in rounding_errors(
+                kind, step, floating_point(tensors_of(truth)),
+                [floating_point(tensors_of(trial)) for trial in (truth, *yardsticks)],
+                floating_point(tensors_of(self.candidate)), tolerance,
+            )
+        ]  # fmt: skip
+
+    def errors_beside_flipped(self, step: int, truth: Trial) -> list[Rounded]:
+        """Return the errors where flipped decisions are allowed, too. The random streams are where the step begins."""
+        flipped = self.flipped()
+        try:
+            flipped.prepare()
+            flipped.gradients_of_step()
+            return self.errors(step, truth, flipped)
+        finally:
+            flipped.release()
+
+
 def compare(
     baselines: Baselines, candidate: Trial, steps: int, tolerance: Tolerance = EXACT, *,
-    predicted: int | None = None, budget: int | None = None,
+    predicted: int | None = None, budget: int | None = None, in_float64: InFloat64 | None = None,
 ) -> Proof:  # fmt: skip
     """Compare a candidate with the step without a plan, step by step. Random streams advance: the caller restores them.
 
@@ -124,6 +171,11 @@ def compare(
     accurate enough (`rounding.is_yardstick`), the errors of the step without a plan are allowed; where errors are
     measured from that step, only the tolerance's few eps are. For reordered sums the yardstick runs only in steps in
     which the candidate's error is not allowed without it; for lossy plans it always runs.
+
+    With ``in_float64``, the candidate in float64, that is compared with the step in float64 in the first step. Rounding
+    hardly matters there: what differs is an error, however many decisions rounding flips in float32. Where nothing
+    differs, the candidate itself has only to be near, without a yardstick; later steps then run without float64.
+
     Trials have not run yet; ``predicted`` and ``budget`` are bytes, for the proof.
     """
     reference = baselines.reference
@@ -131,15 +183,17 @@ def compare(
         return _compare_once(reference, candidate, steps, criterion=None, predicted=predicted, budget=budget)
     failures, started = list[Exception](), False
 
-    def attempt(truth: Trial, *yardsticks: Trial, spare: Trial | None = None) -> Proof | None:
-        """Compare by these trials; None if a trial raises. ``spare``: see `_compare_once`."""
+    def attempt(
+        truth: Trial, *yardsticks: Trial, spare: Trial | None = None, in_float64: InFloat64 | None = None
+    ) -> Proof | None:
+        """Compare by these trials; None if a trial raises. ``spare``, ``in_float64``: see `_compare_once`."""
         nonlocal started
         if started:
             for trial in dict.fromkeys((reference, candidate, truth, *yardsticks)):
                 trial.restart_from(reference)
         started, criterion = True, _Criterion(truth, yardsticks, tolerance)
         try:
-            return _compare_once(reference, candidate, steps, criterion, predicted, budget, spare)
+            return _compare_once(reference, candidate, steps, criterion, predicted, budget, spare, in_float64)
         except Exception as error:  # the model's code may not accept another dtype
             traceback.clear_frames(error.__traceback__)  # tensors freed in the next attempt would lower its peak
             failures.append(error)
@@ -149,8 +203,12 @@ def compare(
         for truth in filter(None, (baselines.truth, reference)):
             exact = truth is not reference
             if exact and tolerance.grade == "reordered":
-                proof = attempt(truth, spare=baselines.yardstick)
-                if proof is not None and is_truth(proof.rounded):
+                proof = None
+                if in_float64 is not None:
+                    proof = attempt(truth, in_float64=in_float64)
+                if proof is None:
+                    proof = attempt(truth, spare=baselines.yardstick)
+                if proof is not None and (is_truth(proof.rounded) or not all(e.within for e in proof.in_float64)):
                     return proof
                 continue
             proof = None if baselines.yardstick is None else attempt(truth, baselines.yardstick)
@@ -169,31 +227,37 @@ def compare(
 
 def _compare_once(
     reference: Trial, candidate: Trial, steps: int, criterion: _Criterion | None, predicted: int | None,
-    budget: int | None, spare: Trial | None = None,
+    budget: int | None, spare: Trial | None = None, in_float64: InFloat64 | None = None,
 ) -> Proof:  # fmt: skip
     """Run all trials and compare candidate and reference, bit for bit (``criterion`` is None) or by a criterion.
 
     With a criterion each step begins with the reference's parameters. Early updates are compared bit for bit with those
     of the reference by the candidate's gradients. Other updates are compared only without a criterion: they follow from
     the gradients. ``predicted``, ``budget``: bytes, for the proof. ``spare``: a yardstick that runs only in steps in
-    which the criterion does not allow an error.
+    which the criterion does not allow an error. ``in_float64``: what is compared in float64, in the first step; later
+    steps run in their own dtypes alone.
     """
     comparison = _Comparison(criterion)
     comparison.start(reference, candidate)
     trials = tuple(dict.fromkeys((reference, candidate, *(() if criterion is None else criterion.trials))))
     resident = reference_resident = 0
-    with _releasing(trials), Meter() as meter:
+    all_trials = trials if in_float64 is None else (*trials, in_float64.candidate)
+    with _releasing(all_trials), Meter() as meter:
         for step in range(steps):
             before = RandomState.now()
             if spare is not None:  # it may not have run in the step before
                 spare.copy_numbers_from(reference)
-            for trial in trials:
+            in_first = () if in_float64 is None or step else (in_float64.candidate,)
+            for trial in (*trials, *in_first):
                 trial.prepare()
                 trial.record_gradients()
                 before.restore()
                 trial.gradients_of_step(meter)
                 comparison.random_states[trial.name] = RandomState.now()
             resident, reference_resident = candidate.resident, reference.resident
+            if in_first and in_float64 is not None:
+                before.restore()
+                comparison.compare_in_float64(step, in_float64)
             so_far = comparison.copy()
             comparison.compare_backward(step, reference, candidate)
             if spare is not None and comparison.has_only_errors:
@@ -205,10 +269,13 @@ def _compare_once(
                 trial.update_step(meter)
             comparison.compare_update(step, reference, candidate)
             comparison.random_states[reference.name].restore()
-            for trial in trials:
+            for trial in (*trials, *in_first):
                 trial.release()
             if spare is not None:
                 spare.copy_state_from(reference)
+            if in_first:
+                comparison.measure_from(reference)
+                trials = (reference, candidate)
     return Proof(
         steps=steps, micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
@@ -220,7 +287,8 @@ def _compare_once(
         reference_peak=reference_resident + meter.measured(reference.name).growth_peak,
         predicted=predicted, budget=budget, torch=torch.__version__,
         grade="exact" if criterion is None else criterion.tolerance.grade,
-        rounded=tuple(comparison.rounded), truth="" if criterion is None else criterion.truth.name,
+        rounded=tuple(comparison.rounded), in_float64=tuple(comparison.in_float64),
+        truth="" if criterion is None else criterion.truth.name,
     )  # fmt: skip
 
 
@@ -288,6 +356,8 @@ class _Criterion:
     yardsticks: tuple[Trial, ...]
     """Steps whose errors are allowed, in addition to the reference's."""
     tolerance: Tolerance
+    known: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Errors that are allowed in addition, by kind and name."""
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -304,6 +374,8 @@ class _Comparison:
     """Number of compared tensors by kind."""
     differences: dict[str, list[Difference]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     rounded: list[Rounded] = field(default_factory=list)
+    in_float64: list[Rounded] = field(default_factory=list)
+    """Errors of the candidate in float64."""
     random_streams: list[str] = field(default_factory=list)
     """Random streams that differ."""
     random_states: dict[str, RandomState] = field(default_factory=dict)
@@ -334,6 +406,36 @@ class _Comparison:
         self._compare_named("buffers", step, reference, candidate)
         after = self.random_states
         self.random_streams += after[reference.name].differences(after[candidate.name])
+
+    def compare_in_float64(self, step: int, trials: InFloat64) -> None:
+        """Compare the candidate in float64 with the step in float64, after both ran. From then on, errors of the
+        candidate itself may be larger.
+
+        Raises:
+            _OtherNumbersError: they drew other random numbers.
+        """
+        assert self.criterion is not None
+        truth, after = self.criterion.truth, self.random_states
+        if after[truth.name].differences(after[trials.candidate.name]):
+            raise _OtherNumbersError
+        errors = trials.errors(step, truth)
+        if not all(error.within for error in errors):
+            beside_flipped = trials.errors_beside_flipped(step, truth)
+            errors = beside_flipped if is_yardstick(beside_flipped, IN_FLOAT64) else errors
+        self.in_float64 = errors
+        for kind, _ in _COMPARED:
+            self.differences[kind] += [
+                Difference(error.name, step, f"in float64 {describe(error, 'the step without a plan')}")
+                for error in errors
+                if error.kind == kind and not error.within
+            ]
+        self.criterion = replace(self.criterion, tolerance=PROVEN)
+
+    def measure_from(self, reference: Trial) -> None:
+        """Measure the errors of later steps from the reference. Errors of the size of those in this step are allowed:
+        rounding of both."""
+        known = {(error.kind, error.name): FACTOR * (error.own + error.error) for error in self.rounded}
+        self.criterion = _Criterion(reference, (), PROVEN, known)
 
     def compare_update(self, step: int, reference: Trial, candidate: Trial) -> None:
         """Compare the updated parameters, and the optimizer's state after early updates; with a criterion, let the next
@@ -387,9 +489,17 @@ class _Comparison:
             yardsticks = [floating_point(tensors_of(trial)) for trial in self.criterion.yardsticks]
             truth = floating_point(tensors_of(self.criterion.truth))
             errors = rounding_errors(kind, step, truth, [reference, *yardsticks], candidate, self.criterion.tolerance)
-            self.rounded += errors
+            if self.criterion.known:
+                known = self.criterion.known
+                errors = [replace(e, allowed=e.allowed + known.get((kind, e.name), 0.0)) for e in errors]
+            else:  # others are measured from another step
+                self.rounded += errors
             differences = beyond_tolerance(differences, errors, truth_label(self.criterion.truth.name))
         self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda item: item.name)
+
+
+class _OtherNumbersError(Exception):
+    """Two steps in float64 drew other random numbers."""
 
 
 def _check_names(reference: Trial, candidate: Trial) -> None:
