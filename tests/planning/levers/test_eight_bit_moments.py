@@ -156,7 +156,7 @@ def test_a_fitted_training_has_them(early: bool) -> None:
     assert (fitted.proof.grade, fitted.proof.steps) == ("exact", 3)
     assert not fitted.proof.exact
     assert fitted.proof.predicted == fitted.plan.peak
-    assert fitted.proof.peak <= fitted.plan.peak  # compiled, an update has fewer temporaries than predicted
+    assert 0 <= fitted.plan.peak - fitted.proof.peak <= 64  # the rate, which is a tensor; the loss
     assert "moments in 8 bits: what 20 updates" in str(fitted.proof)
     assert type(fitted.optimizer).__name__ == "AdamW8bit"
     assert any("AdamW8bit" in note and "train with fitted.optimizer" in note for note in fitted.notes)

@@ -22,8 +22,9 @@ def measure_trial(trial: Trial, home: Home) -> tuple[int, int]:
     if home.card is None:
         with Meter() as meter:
             resident = _run(trial, meter)
-        return resident, resident + meter.measured(trial.name).growth_peak
-    outside, resident, reserved = cuda_peak.allocated(home.name) - trial.resident, 0, 0
+        return resident, resident + trial.initial_state_bytes + meter.measured(trial.name).growth_peak
+    allocated_by_trial = trial.resident + trial.initial_state_bytes
+    outside, resident, reserved = cuda_peak.allocated(home.name) - allocated_by_trial, 0, 0
     with cuda_peak.older_objects_frozen():
         for _ in range(2):
             with cuda_peak.measuring_peak(home.name) as peak:

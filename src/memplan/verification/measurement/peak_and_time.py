@@ -47,7 +47,8 @@ class Times:
 class Meter:
     """Count the bytes that each of several alternating steps allocates, by the CPU allocator's events.
 
-    Freeing memory that was allocated before the meter began is not counted, as the profiler does not know its size.
+    Freeing other memory is not counted: what was allocated before the meter began, or by another step, may be garbage
+    of a step that ran earlier. The profiler knows its size if an earlier profile saw it allocated.
 
     Example:
         >>> with Meter() as meter:
@@ -84,8 +85,7 @@ class Meter:
             yield
 
     def measured(self, owner: str) -> Measured:
-        """Return the bytes of the step with this name: from the events in its ranges, and later frees of memory that it
-        allocated there."""
+        """Return the bytes of the step with this name: allocations in its ranges, and their frees, there or later."""
         assert self._record is not None, "the meter has stopped"
         ranges = sorted(self._record.ranges[str(n)] for n, name in enumerate(self._step_names) if name == owner)
         level = highest = index = 0  # index: of the range that contains the event, or is the next after it
@@ -94,7 +94,7 @@ class Meter:
             while index < len(ranges) and when > ranges[index][1]:
                 index += 1
             in_range = index < len(ranges) and when >= ranges[index][0]
-            if not in_range and (signed_bytes > 0 or address not in live_addresses):
+            if not (in_range if signed_bytes > 0 else address in live_addresses):
                 continue
             level += signed_bytes
             highest = max(highest, level)

@@ -96,6 +96,8 @@ class Trial:
         """The optimizer; None without parameters or updates."""
         self._initial_state: dict[Any, Any] = {}
         """The optimizer's state before its first update, which some, like Adagrad, have."""
+        self._initial_tensors: list[weakref.ref[torch.Tensor]] = []
+        """The tensors of that state in the optimizer itself."""
         self._early: Early | None = None
         """None if updates do not happen in the backward pass."""
         self._record = _GradientRecord()
@@ -107,6 +109,7 @@ class Trial:
                 optimizer = work.update(parameters)
             _check_parameters(optimizer, parameters)
             self.update, self._initial_state = optimizer, _copy_state(getattr(optimizer, "state", {}))
+            self._note_initial_tensors()
             if in_backward:
                 for name, parameter in self.parameters.items():
                     self._record.observe(name, parameter)  # before the update, whose hook runs after this one
@@ -148,6 +151,13 @@ class Trial:
         """Bytes of parameters, buffers and inputs, with `other_resident`."""
         tensors = [*self.parameters.values(), *self.buffers.values(), *self._tensors]
         return self.other_resident + storage_bytes(tensors, self.device)
+
+    @property
+    def initial_state_bytes(self) -> int:
+        """Bytes of the optimizer's tensors from before its first update: a `Meter` of the steps does not see them, nor
+        are they `resident`."""
+        tensors = [tensor for tensor in (reference() for reference in self._initial_tensors) if tensor is not None]
+        return storage_bytes(tensors, self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -234,6 +244,13 @@ class Trial:
         state = getattr(self.update, "state", {})
         state.clear()
         state.update(_copy_state(self._initial_state))
+        self._note_initial_tensors()
+
+    def _note_initial_tensors(self) -> None:
+        """Refer to the tensors of the optimizer's state, before its first update."""
+        tensors, _ = take_apart([*getattr(self.update, "state", {}).values()])
+        plain = (part for tensor in tensors for part in _torch.inner_tensors(tensor).values())
+        self._initial_tensors = [weakref.ref(tensor) for tensor in plain]
 
     def update_step(self, meter: Meter | None = None) -> None:
         """Run the optimizer's update, which a meter counts only if the optimizer is the user's."""

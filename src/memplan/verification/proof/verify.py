@@ -283,8 +283,10 @@ def _compare_once(
         outputs=comparison.compared("outputs"), gradients=comparison.compared("gradients"),
         parameters=comparison.compared("parameters"), buffers=comparison.compared("buffers"),
         state=comparison.compared("state"), random_streams=tuple(comparison.random_streams), resident=resident,
-        peak=resident + meter.measured(candidate.name).growth_peak,
-        reference_peak=reference_resident + meter.measured(reference.name).growth_peak,
+        peak=resident + candidate.initial_state_bytes + meter.measured(candidate.name).growth_peak,
+        reference_peak=(
+            reference_resident + reference.initial_state_bytes + meter.measured(reference.name).growth_peak
+        ),
         predicted=predicted, budget=budget, torch=torch.__version__,
         grade="exact" if criterion is None else criterion.tolerance.grade,
         rounded=tuple(comparison.rounded), in_float64=tuple(comparison.in_float64),
