@@ -168,7 +168,7 @@ class _PrecisionSearch:
 
     def worth_moments(self, tiers: Iterable[Precision]) -> list[Precision]:
         """Return those of these precisions with moments in 8 bits that may meet the budget, by the smallest peak that
-        was found without these. To plan in the others takes seconds, as torchao compiles the update.
+        was found without these. To plan in the others takes seconds where torchao compiles the update.
 
         The peaks of fused kernels are not known before these are lowered: all are returned.
         """

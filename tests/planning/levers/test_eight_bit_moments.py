@@ -111,7 +111,7 @@ def test_they_are_not_planned_where_they_cannot_meet_the_budget(monkeypatch: pyt
     """To record torchao's update compiles it: a budget of half of the weights is refused without that."""
     rows, _ = batch()
     made = list[Any]()
-    monkeypatch.setattr(eight_bit_moments, "_import_torchao", lambda: made.append(None))
+    monkeypatch.setattr(eight_bit_moments, "_import_optimizers", made.append)
     with pytest.raises(BudgetError):
         memplan.plan(make(), rows, budget=WEIGHTS // 2, costs="roofline", allow="lossy", **asked())
     assert made == []

@@ -1,4 +1,5 @@
-"""torchao's optimizers with the options of torch's: which options, how many bytes, and how far from float32 moments."""
+"""Optimizers of torchao and bitsandbytes with the options of torch's: which options, how many bytes, and how far from
+float32 moments."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from truth.cpu_allocator import allocations, peak_of
 
 from memplan.errors import InputError, UsageError
 from memplan.planning.cost.optimizer_memory import update_of
@@ -147,3 +149,57 @@ def test_without_torchao_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="torchao is not installed"):
         update_of(EightBitMoments(torch.optim.AdamW), [((4, 4), (4, 1), "float32")])
     assert "torchao" in sys.modules  # of the tests themselves
+
+
+@pytest.fixture
+def without_torchao(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """bitsandbytes, with torchao as if it were not installed."""
+    library = pytest.importorskip("bitsandbytes")
+    find_spec = eight_bit_moments.find_spec
+    monkeypatch.setattr(eight_bit_moments, "find_spec", lambda name: None if name == "torchao" else find_spec(name))
+    return library
+
+
+def test_bitsandbytes_takes_torchaos_place(without_torchao: Any) -> None:
+    """Bytes by hand: a byte an element and 4 for each block that is begun, two tables; small tensors in float32."""
+    shapes = [(128, 64), (5000,), (64,)]
+    given = parameters(*shapes)
+    optimizer = EightBitMoments(partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.2))(given)
+    assert type(optimizer) is without_torchao.optim.AdamW8bit
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (3e-4, 0.2)
+    by_hand = 2 * (8192 + 4 * 32 + 5000 + 4 * 20 + 4 * 64 + 1024)
+    layouts = [(shape, torch.empty(shape).stride(), "float32") for shape in shapes]
+
+    def build() -> Callable[[], Any]:
+        for parameter in given:
+            parameter.grad = torch.ones_like(parameter)
+        return optimizer.step
+
+    update = update_of(EightBitMoments(torch.optim.AdamW), layouts)
+    step = build()
+    step()
+    assert update.state_bytes == by_hand
+    assert update.peak_bytes == peak_of(allocations(step))
+
+
+def test_twenty_updates_of_bitsandbytes_are_near_those_with_float32_moments(without_torchao: Any) -> None:
+    before, exact = train(partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1))
+    _, rounded = train(EightBitMoments(partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)))
+    assert 0.001 < (rounded - exact).norm() / (exact - before).norm() < 0.06
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (partial(torch.optim.AdamW, amsgrad=True), "with amsgrad"),
+        (partial(torch.optim.Adam, weight_decay=0.1), "with weight_decay that is not decoupled"),
+        (partial(torch.optim.AdamW, lr=torch.tensor(0.1)), "with a tensor as lr"),
+    ],
+)
+def test_what_bitsandbytes_lacks_is_refused(without_torchao: Any, optimizer: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=f"{message}.*which bitsandbytes's optimizers lack"):
+        EightBitMoments(optimizer)(parameters((4, 4)))
+    weight = nn.Parameter(torch.randn(4, 4, 3, 3).to(memory_format=torch.channels_last))
+    with pytest.raises(UsageError, match=r"a parameter \(4x4x3x3\), which is not contiguous"):
+        EightBitMoments(torch.optim.AdamW)([weight])
+    assert type(EightBitMoments(partial(torch.optim.Adam, weight_decay=0.0))(parameters((4, 4)))).__name__ == "Adam8bit"

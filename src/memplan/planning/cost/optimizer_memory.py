@@ -47,7 +47,7 @@ class Update:
 
 class RecordedUpdates:
     """Updates that were recorded for a step. Its studies in other precisions, layouts or pieces need the same ones,
-    and to record one with moments in 8 bits takes seconds, as torchao compiles it."""
+    and to record one with moments in 8 bits takes seconds where torchao compiles it."""
 
     def __init__(self) -> None:
         self._recorded: dict[tuple[int, bool, tuple[_TensorLayout, ...], Home], tuple[Optimizer, Update]] = {}

@@ -39,8 +39,8 @@ class Fitted(Displayed):
     """False where the step fits unplanned: then nothing was changed."""
     optimizer: Any = None
     """The live optimizer where updates are early, to read and set its learning rate and state; its ``step()`` has
-    nothing left to do. Where the plan has moments in 8 bits (`Precision.moments`), torchao's optimizer of the model's
-    parameters: train with it in place of your own."""
+    nothing left to do. Where the plan has moments in 8 bits (`Precision.moments`), an optimizer of torchao or
+    bitsandbytes for the model's parameters: train with it in place of your own."""
     notes: list[str] = field(default_factory=list)
     """Notes for the user; later calls that are planned anew add theirs."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
