@@ -111,7 +111,7 @@ def forward(conv: Shape) -> Work:
     if conv.tiled or (conv.depthwise and conv.volumetric and not conv.dilated):
         return Work(conv.input_bytes(), conv.weight_bytes(1, block), conv.output_bytes(), channels_last=True)
     if _goes_by_columns(conv, _least_block(), conv.output_space[-1]):
-        return Work(0, 0, conv.output_bytes(), _columns(conv))
+        return Work(0, 0, conv.output_bytes(), torch.get_num_threads() * _columns(conv))
     if conv.depthwise:
         return Work(conv.input_bytes(block), conv.weight_bytes(1, block), conv.output_bytes(block))
     if conv.groups > 1:
@@ -140,7 +140,7 @@ def data_gradient(conv: Shape) -> Work:
         )
     unsupported = conv.dilated and (conv.strided or conv.depthwise)
     if unsupported or _goes_by_columns(conv, _least_block(), conv.input_space[-1]):
-        return Work(0, 0, conv.input_bytes(), _columns(conv))
+        return Work(0, 0, conv.input_bytes(), torch.get_num_threads() * _columns(conv))
     if conv.depthwise:
         return Work(conv.output_bytes(block), conv.weight_bytes(1, block), conv.input_bytes(block))
     if conv.groups > 1:
@@ -155,13 +155,13 @@ def weight_gradient(conv: Shape) -> Work:
     if conv.depthwise:
         wide_padding = any(2 * padding > size for padding, size in zip(conv.padding, conv.kernel, strict=True))
         if conv.volumetric or not conv.small_depthwise or wide_padding:
-            return Work(0, conv.weight_bytes(), 0, _columns(conv))
+            return _weight_gradient_by_columns(conv)
         return Work(conv.output_bytes(block), conv.weight_bytes(1, block), 0, other=conv.input_bytes(block))
     shallow = conv.volumetric and conv.padding[0] > 0 and conv.kernel[0] >= conv.input_space[0] + conv.padding[0]
     skips = conv.dilated and (conv.volumetric or conv.strided)
-    by_columns = _goes_by_columns(conv, group_block=8, row=1)
+    by_columns = _goes_by_columns(conv, group_block=8, row=1) or (simd() == 8 and _avx2_refuses(conv))
     if shallow or skips or by_columns or conv.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
-        return Work(0, conv.weight_bytes(), 0, _columns(conv) + 4 * torch.get_num_threads() * conv.weight_bytes())
+        return _weight_gradient_by_columns(conv)
     if conv.groups > 1:
         return Work(
             conv.output_bytes(),
@@ -176,6 +176,16 @@ def weight_gradient(conv: Shape) -> Work:
     weight = conv.weight_bytes(1 if reads_plain_input else block, block)
     scratch = _weight_sums(conv, weight) + _unit_stride_copy(conv)
     return Work(conv.output_bytes(block), weight, 0, scratch, other=0 if reads_plain_input else conv.input_bytes(block))
+
+
+def _weight_gradient_by_columns(conv: Shape) -> Work:
+    """Return the buffers of a weight gradient by columns: those of an image and partial sums four times as large as the
+    weight, for each thread if threads share the images, which they do if these are small (`init_conf` in
+    src/cpu/gemm_convolution_utils.cpp)."""
+    threads = torch.get_num_threads()
+    if (conv.batch == 1 and conv.groups <= 2) or prod(conv.output_space[-2:]) // threads >= 256:
+        threads = 1
+    return Work(0, conv.weight_bytes(), 0, threads * (_columns(conv) + 4 * conv.weight_bytes()) + 2 * _ALIGNMENT)
 
 
 def channels_last_weight_gradient(conv: Shape) -> Work:
@@ -208,6 +218,14 @@ def _goes_by_columns(conv: Shape, group_block: int, row: int) -> bool:
     )
 
 
+def _avx2_refuses(conv: Shape) -> bool:
+    """Return whether AVX2's weight gradient does not support a convolution: dilation, padding of a volume's depth, and
+    a kernel larger than the image in any dimension but the last (`jit_avx2_conv_bwd_weights_kernel_f32::init_conf` in
+    src/cpu/x64/jit_avx2_conv_kernel_f32.cpp)."""
+    sizes = zip(conv.kernel[:-1], conv.input_space[:-1], strict=True)
+    return conv.dilated or (conv.volumetric and conv.padding[0] > 0) or any(kernel > size for kernel, size in sizes)
+
+
 def _least_block() -> int:
     """Return the least channels of a group that the kernels of forward and data gradient support."""
     return 4 if simd() == 16 else 8
@@ -221,7 +239,7 @@ _LONGEST_OF_WEIGHT_GRADIENT = 13
 
 
 def _columns(conv: Shape) -> int:
-    """Return the bytes of im2col's columns: for each thread, those of an image or of a slice of a volume.
+    """Return the bytes of im2col's columns of an image or of a slice of a volume, of which a thread has its own.
 
     oneDNN limits them to 15 times the tensors.
     """
@@ -229,7 +247,7 @@ def _columns(conv: Shape) -> int:
         return 0
     columns = conv.inputs // conv.groups * prod(conv.kernel) * prod(conv.output_space[-2:]) * conv.itemsize
     limit = 15 * (conv.input_bytes() + conv.output_bytes() + conv.weight_bytes())
-    return torch.get_num_threads() * min(columns, limit)
+    return min(columns, limit)
 
 
 def _padded_image(conv: Shape) -> int:
@@ -254,7 +272,9 @@ def _weight_sums(conv: Shape, weight: int) -> int:
     (`balance` in jit_avx512_common_conv_kernel.cpp, src/cpu/x64). The limit here is approximate, except for 1x1 kernels
     in float32. ``weight``: bytes of the weight in the kernel's layout.
     """
-    if conv.pointwise and conv.itemsize == 4 and simd() == 16:  # bfloat16 and AVX2 have kernels with other rules
+    if simd() == 8:
+        return _weight_sums_on_avx2(conv, weight)
+    if conv.pointwise and conv.itemsize == 4:  # bfloat16 has kernels with other rules
         others = _threads_along_batch(conv) - 1
         return others * weight + _REDUCTION_BARRIERS if others else 0
     others = min(torch.get_num_threads(), conv.batch * _image_parts(conv)) - 1
@@ -262,6 +282,28 @@ def _weight_sums(conv: Shape, weight: int) -> int:
         return 0
     bias = 0 if conv.pointwise else padded(conv.outputs, simd()) * conv.itemsize  # also where the layer has none
     return others * (weight + bias) + _REDUCTION_BARRIERS
+
+
+def _weight_sums_on_avx2(conv: Shape, weight: int) -> int:
+    """As `_weight_sums`: with AVX2, threads share images, slices of a volume or, for a 1x1 kernel, positions only if
+    the weight has fewer parts than there are threads. With a 1x1 kernel the first thread has partial sums, too.
+
+    A part is a block of channels for each of input and output; for a 1x1 kernel, about 9 blocks for the input and 32
+    for the output (`init_conf` and `init_balancers` in src/cpu/x64/jit_avx2_1x1_conv_kernel_f32.cpp and
+    jit_avx2_1x1_convolution.hpp; `reduce_balancer_t::balance` in src/cpu/x64/cpu_reducer.cpp).
+    """
+    input_blocks, output_blocks = ceil_div(conv.inputs // conv.groups, 8), ceil_div(conv.outputs // conv.groups, 8)
+    if conv.pointwise:
+        parts, shared = ceil_div(input_blocks, 9) * ceil_div(output_blocks, 32), prod(conv.output_space)
+    else:
+        parts, shared = input_blocks * output_blocks, conv.output_space[0] if conv.volumetric else 1
+    sharing = min(torch.get_num_threads() // (conv.groups * parts), conv.batch * shared)
+    if sharing <= 1:
+        return 0
+    if conv.pointwise:
+        return sharing * weight + _REDUCTION_BARRIERS
+    # a page of barriers for each part, and a page each to align barriers and sums
+    return (sharing - 1) * weight + 4096 * (conv.groups * parts + 2)
 
 
 def _threads_along_batch(conv: Shape) -> int:
@@ -309,6 +351,8 @@ def _image_parts(conv: Shape) -> int:
     return 1 if conv.dilated else max(1, conv.output_space[-2] // 9)
 
 
-_REDUCTION_BARRIERS = 8192 + 128
+_ALIGNMENT = 128
+"""Bytes that a buffer of a scratchpad takes besides, for its alignment."""
+_REDUCTION_BARRIERS = 8192 + _ALIGNMENT
 """Bytes of the barriers at which threads that add up partial sums wait for each other, and of the sums' alignment
 (`init_scratchpad` in the same files)."""
