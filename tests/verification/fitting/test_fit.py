@@ -272,6 +272,26 @@ def test_with_the_optimizer_in_the_budget_which_early_updates_lower(optimizer: A
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_the_predicted_peak_is_that_of_all_micro_batches() -> None:
+    """The first, while no gradients are held, has a plan of its own, which peaks higher than that of the others."""
+    torch.manual_seed(0)
+    layers = [layer for n in range(4) for layer in (nn.Conv2d(16 if n else 3, 16, 3, padding=1), nn.SiLU())]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+    x, y, loss = torch.randn(2, 3, 12, 12), torch.arange(2) % 5, F.cross_entropy
+    budget = int(1.05 * floor_of(model, x, targets=y, loss=loss, accumulate=2))
+    fitted = fit(model, x, targets=y, loss=loss, budget=budget, accumulate=2, pairs=0)
+    assert fitted.loss is not None
+    step = fitted.loss
+    first, second = (peak_of(allocations(lambda: step(x, y).backward())) for _ in range(2))
+    held = resident(*(parameter.grad for parameter in model.parameters()))
+    first, second = resident(model, x, y) + first, resident(model, x, y) + held + second
+    assert second < 0.97 * first
+    assert fitted.proof.peak == first
+    assert fitted.proof.predicted == pytest.approx(first, rel=0.001)
+    assert fitted.plan.peak == pytest.approx(second, rel=0.001)
+    assert any("the first micro-batch" in note for note in fitted.notes)
+
+
 @pytest.mark.slow
 def test_micro_batches_with_gradients_held() -> None:
     model, x, y, loss = gpt()

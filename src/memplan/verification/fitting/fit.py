@@ -414,10 +414,21 @@ class _Fitting:
                     "proven",
                     proof=proof,
                 )
-            return self._hand_over(planned, proof, undo)
+            return self._hand_over(planned, self._of_all_micro_batches(planned, proof), undo)
         except BaseException:
             undo.close()
             raise
+
+    def _of_all_micro_batches(self, planned: Planned, proof: Proof) -> Proof:
+        """Return the proof of a plan with the predicted peak of all micro-batches. No gradients are held when the first
+        begins: it has a plan of its own, which may take more of the budget than ``planned``."""
+        highest = max(of_call.plan.peak for of_call in self.plans.plans)
+        if highest > planned.plan.peak and proof.within_budget:
+            self.notes.append(
+                f"the first micro-batch, while no gradients are held, has a plan of its own: predicted peak "
+                f"{format_bytes(highest)}"
+            )
+        return replace(proof, predicted=max(highest, proof.predicted or 0))
 
     def _install(self, planned: Planned, budget: int, undo: ExitStack) -> Callable[[], None]:
         """Make calls of the step run by a plan; calls of other sizes are planned within ``budget`` bytes. Returns the
