@@ -459,7 +459,7 @@ class _Planning:
             step_seconds=step_seconds(as_written) or None,
             lower_bound_seconds=bounds.seconds_bound + piece_seconds,
             resident=_resident(graph, settings, outside_memory),
-            program=program(planned),
+            program=program(planned, defines_segments=True),
             notes=self._notes(planned, bounds),
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),

@@ -48,6 +48,12 @@ def register(program: Program, axis: Axis, pieces: int) -> tuple[Tiled, str]:
     return _TILES.setdefault(key, Tiled(program, axis, pieces)), key
 
 
+def defined(key: str, program: Program, axis: Axis, pieces: int) -> Tiled:
+    """Return the tile with a key, built unless there is one: the text of a planned step defines its tiles so, which
+    its ops find by their keys while the results live."""
+    return _TILES.get(key) or _TILES.setdefault(key, Tiled(program, axis, pieces))
+
+
 def tile_of(key: str) -> Tiled:
     """Return the tile with a key."""
     return _TILES[key]

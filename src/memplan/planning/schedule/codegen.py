@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.errors import RecordingError
@@ -24,7 +22,9 @@ from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Re
 from memplan.planning.levers import in_place, registry
 from memplan.planning.levers.lever import Called
 from memplan.planning.schedule.actions import Action
+from memplan.planning.schedule.argument_text import argument_text
 from memplan.planning.schedule.scheduler import Schedule
+from memplan.planning.schedule.segment_text import SEGMENT_IMPORTS, segment_definitions
 
 WIDTH = 120
 _RESERVED = frozenset((
@@ -34,14 +34,15 @@ _RESERVED = frozenset((
 """Names that a program uses for itself."""
 _SIGN_CHANGING_VIEWS = frozenset({"aten._conj.default", "aten._neg_view.default"})
 """Views whose elements have another sign than the memory they read."""
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
 
-def program(schedule: Schedule, *, marked: bool = False) -> str:
+def program(schedule: Schedule, *, marked: bool = False, defines_segments: bool = False) -> str:
     """Write the text of a module with ``forward`` and ``backward``.
 
     Args:
         schedule: to write.
+        defines_segments: whether the text defines the segments that run piece by piece, so that it runs where the
+            captured step does not exist, such as in another process.
         marked: whether the program calls ``mark(position)`` before each action, counted through both passes, and
             ``value = laid_out(value, strides, dtype)`` for each value that it makes. A compiler finds its place so.
 
@@ -64,6 +65,8 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
     )
     imports += [line for name in levers for line in registry.find(name).imports]
     head = [*imports, "", "aten = torch.ops.aten"]
+    if defines_segments and (segments := segment_definitions(schedule.graph)):
+        head = [*imports, *SEGMENT_IMPORTS, "", "aten = torch.ops.aten", "", *segments]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
 
 
@@ -295,22 +298,7 @@ class _Writer:
     def argument(self, part: Any, op: GraphOp | None) -> str:
         """Return an argument as text. ``op``: the op that takes it, for error messages. Raises RecordingError if the
         argument is neither a value nor plain data."""
-        if isinstance(part, Ref):
-            return self.expression(part.value)
-        if isinstance(part, tuple):  # with a comma after the last item: "(1,)" is a tuple
-            return "(" + "".join(f"{self.argument(item, op)}, " for item in part).rstrip() + ")"
-        if isinstance(part, list):
-            return "[" + ", ".join(self.argument(item, op) for item in part) + "]"
-        if isinstance(part, torch.device):
-            return f"device({str(part)!r})"
-        if type(part) in _PLAIN:
-            return repr(part)
-        raise RecordingError(
-            f"{'An op' if op is None else op.target} takes a {type(part).__name__}",
-            expected="tensors, numbers, texts, dtypes, devices, layouts, and lists of them",
-            layer=op.layer or None if op else None,
-            where=op.where if op else None,
-        )
+        return argument_text(part, self.expression, op)
 
     def comment_for(self, op: GraphOp, action: Action) -> str:
         """Return the comment of an op: its layer, source line and bytes."""
