@@ -156,6 +156,8 @@ CASES: dict[str, Callable[[Draw, list[int]], tuple[Any, ...]]] = {
     "aten.replication_pad2d_backward.default": lambda draw, shape: padded_backward(draw, IMAGE(shape)),
     "aten.replication_pad3d_backward.default": lambda draw, shape: padded_backward(draw, VOLUME(shape)),
     "aten.replication_pad3d.default": lambda draw, shape: padded(draw, VOLUME(shape)),
+    "aten.reflection_pad3d.default": lambda draw, shape: padded(draw, [max(n, 2) for n in VOLUME(shape)]),
+    "aten.roll.default": lambda draw, shape: (draw(shape), [1, 3], [len(shape) - 1, 0]),
     "aten.channel_shuffle.default": lambda draw, shape: (draw(IMAGE(shape)), 1),
     "aten.upsample_nearest2d.default": lambda draw, shape: scaled(draw, IMAGE(shape)),
     "aten.upsample_nearest3d.default": lambda draw, shape: scaled(draw, VOLUME(shape)),

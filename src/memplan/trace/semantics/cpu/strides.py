@@ -98,6 +98,23 @@ def _group_norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any
     return (None if grad_input is None else with_strides(grad_input, preserved_strides(x)), *others)
 
 
+def _roll(args: Arguments, kwargs: Keywords, result: Any) -> Any:
+    """Correct the strides of a rolled tensor (TensorTransformations.cpp): in each dimension in turn its two parts are
+    concatenated, to channels last where both suggest it. Without dimensions, all elements are rolled as one row."""
+    x, shifts, dims = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dims", ())
+    if 0 in x.shape:
+        return result
+    if not dims:
+        return _formatted(result, channels_last=False)
+    rolled = x
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        begin = -shift % size
+        parts = rolled.narrow(dim, begin, size - begin), rolled.narrow(dim, 0, begin)
+        rolled = _formatted(result, all(map(suggests_channels_last, parts)))
+    return rolled
+
+
 def _on_cpu(correction: Correction) -> Correction:
     """Return the correction restricted to CPU tensors: tracing for a GPU looks it up in the same table."""
 
@@ -130,11 +147,13 @@ _CPU_ONLY: Mapping[str, Correction] = {
     "aten.glu_backward.default": contiguous(),
     "aten.nll_loss2d_backward.default": empty_like(1),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": empty_like(0),
-    # ReplicationPadding.cpp, ChanelShuffle.cpp
+    # ReflectionPad.cpp, ReplicationPadding.cpp, ChanelShuffle.cpp
+    "aten.reflection_pad3d.default": suggested_format(0),
     "aten.replication_pad2d_backward.default": suggested_format(1),
     "aten.replication_pad3d.default": suggested_format(0),
     "aten.replication_pad3d_backward.default": suggested_format(1),
     "aten.channel_shuffle.default": suggested_format(0),
+    "aten.roll.default": _roll,
 }
 STRIDES: Mapping[str, Correction] = {**EVERYWHERE, **{name: _on_cpu(entry) for name, entry in _CPU_ONLY.items()}}
 """Overload name -> (args, kwargs, result) -> the result with the strides of the kernel's output."""
