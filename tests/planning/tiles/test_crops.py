@@ -43,7 +43,13 @@ def volumes() -> nn.Module:
     return nn.Sequential(nn.Conv3d(1, 3, 3, 2, 1), nn.PReLU(), nn.Conv3d(3, 2, 3, 1, 1))
 
 
+def signals() -> nn.Module:
+    """Two kernels of one dimension and a pool, which also makes a view of its indices."""
+    return nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.MaxPool1d(2), nn.Conv1d(4, 2, 5, dilation=2))
+
+
 NETWORKS = {
+    "signal": (signals, (2, 1, 96), (2,)),
     "transposed": (lambda: UNet(transposed=True), (2, 3, 48, 64), (4, 4)),
     "bilinear": (lambda: UNet(transposed=False), (2, 3, 48, 64), (4, 4)),
     "unpadded": (unpadded, (1, 3, 60, 63), (2, 2)),
@@ -67,6 +73,29 @@ def test_parts_are_those_of_the_whole(name: str, count: int) -> None:
     torch.testing.assert_close(result, whole, rtol=1e-12, atol=1e-12)
     assert crops.strides == strides
     assert len(parts) > 1 or count == 1
+
+
+class Transposed(nn.Module):
+    """A result whose dimensions are in another order in memory."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the elements of the input in another layout."""
+        inverse = sorted(range(x.dim()), key=lambda dim: self.order[dim])
+        return x.permute(self.order).contiguous().permute(inverse)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 3)])
+def test_the_result_has_the_layout_of_the_whole(order: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Transposed(*order)).eval(), torch.randn(2, 3, 16, 18)
+    with torch.no_grad():
+        crops = Crops(model, x.shape, x.dtype)
+        result, whole = crops.run(x, crops.grid((2, 2)), model), model(x)
+    assert result.stride() == whole.stride()
+    torch.testing.assert_close(result, whole)
 
 
 def test_a_part_reads_the_receptive_field_alone() -> None:

@@ -33,6 +33,21 @@ def test_running_statistics_are_no_inputs() -> None:
     assert torch.equal(norm.running_mean, torch.zeros(2))  # pyright: ignore[reportArgumentType]
 
 
+def test_what_nothing_reads_is_left_out() -> None:
+    """A pool of signals also makes a view of its indices; the unread norm is kept for its running statistics."""
+    norm = nn.BatchNorm1d(2)
+
+    def function(x: Tensor) -> Tensor:
+        norm(x.exp())
+        return F.max_pool1d(norm(x.sin()), 2) + 1
+
+    x = torch.randn(4, 2, 6, requires_grad=True)
+    program, _ = recorded(function, [x], [*norm.parameters(), *norm.buffers()])
+    assert [node.name for node in program.nodes] == [
+        "exp", "native_batch_norm", "sin", "native_batch_norm", "unsqueeze", "max_pool2d_with_indices", "squeeze", "add"
+    ]  # fmt: skip
+
+
 def written_view(x: Tensor) -> Tensor:
     y = x + 1
     half = y[:1]

@@ -58,9 +58,11 @@ class Crops:
         self._whole_programs = self._tiled(shape)
         """Those of the whole input."""
         program = self._whole_programs[0].program
-        self.result_shape = program.likes[program.outputs[0]].shape
-        """Shape of the network's result for the whole input."""
-        self.result_dtype = program.likes[program.outputs[0]].dtype
+        of_result = program.likes[program.outputs[0]]
+        self.result_shape, self.result_dtype = of_result.shape, of_result.dtype
+        """Shape and dtype of the network's result for the whole input."""
+        self._dim_order = sorted(range(len(shape)), key=lambda dim: (-of_result.stride[dim], dim))
+        """Dimensions of the result in the order of memory, such as channels last."""
         self._downsampling = [self._downsampling_along(tiled) for tiled in self._whole_programs]
         """For each dimension of space, by value: how many times smaller the value is along it than the input."""
         self.strides = tuple(
@@ -192,7 +194,7 @@ class Crops:
             parts: crops that together make the result.
             model: computes a crop.
         """
-        result = input.new_empty(self.result_shape, dtype=self.result_dtype)
+        result = torch.empty_permuted(self.result_shape, self._dim_order, dtype=self.result_dtype, device=input.device)
         for crop in parts:
             _window(result, crop.result_windows).copy_(self.part(input, crop, model))
         return result

@@ -278,13 +278,26 @@ class Recorder:
 
     def program(self, outputs: Sequence[Tensor]) -> Program:
         """Return the recorded ops as a program. ``outputs``: its results."""
-        read = {value for node in self._nodes for value in node.reads}
+        output_values = tuple(map(self._current_value, outputs))
+        nodes = self._read_nodes(output_values)
+        read = {value for node in nodes for value in node.reads}
         self.sources = {value: tensor for value, tensor in self.sources.items() if value in read}
         return Program(
-            tuple(self._nodes), tuple(self.sources), frozenset(self._static & read),
-            tuple(map(self._current_value, outputs)), dict(self._likes),
+            nodes, tuple(self.sources), frozenset(self._static & read), output_values, dict(self._likes),
             frozenset(value for value, tensor in self.sources.items() if not tensor.requires_grad),
         )  # fmt: skip
+
+    def _read_nodes(self, outputs: Sequence[int]) -> tuple[Node, ...]:
+        """Return the nodes on which ``outputs`` depend, and the batch norms that update running statistics, by whose
+        new indices `running` is from now on. Others, such as a view of a pool's indices, have no effect."""
+        needed, kept = set(outputs), set[int]()
+        for index in reversed(range(len(self._nodes))):
+            if index in self.running or not needed.isdisjoint(self._nodes[index].outputs):
+                needed.update(self._nodes[index].reads)
+                kept.add(index)
+        new_index = {index: number for number, index in enumerate(sorted(kept))}
+        self.running = {new_index[index]: statistics for index, statistics in self.running.items()}
+        return tuple(self._nodes[index] for index in new_index)
 
     def _add(self, tensor: Tensor) -> int:
         """Register a tensor as a new value, and return the value's id."""
