@@ -69,7 +69,8 @@ def _compile(library: Path) -> None:
     include, lib = torchs / "include", torchs / "lib"
     command = [
         _torch.cpp_compiler() or "c++", "-std=c++20", "-O0", "-fPIC", "-shared", "-DAT_PER_OPERATOR_HEADERS",
-        "-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"), str(HERE / "card.cpp"), "-o", str(library),
+        "-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"),
+        str(HERE / "card.cpp"), "-o", str(library),
         f"-L{lib}", "-lc10", "-ltorch_cpu", "-ltorch", f"-Wl,-rpath,{lib}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)

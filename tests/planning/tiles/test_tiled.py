@@ -58,7 +58,7 @@ class UNet(nn.Module):
 
 
 class Parts(nn.Module):
-    """Chunks, parts of different sizes, and the slices of a dimension, as of gated units and packed queries and keys."""
+    """Chunks, parts of different sizes, and slices of a dimension, as of gated units and packed queries and keys."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -377,7 +377,7 @@ class _Fitting:
         with ExitStack() as undo:
             self._install(planned, floor, undo)
             measured = max(floor, self.prover.peak(floor, planned) or 0)  # None: there is no memory to run it
-        least, expected = floor, error.expected
+        least, expected = floor, error.expected or f"at least {format_bytes(floor)}"
         if measured > floor:
             least = _with_spare(measured, floor)
             expected = f"{expected}. That plan was measured at {format_bytes(measured)}"
