@@ -223,6 +223,21 @@ def test_pieces_are_as_few_as_the_budget_allows(needed: int) -> None:
     assert tile.pieces == needed
 
 
+@pytest.mark.parametrize(("scratch", "budget", "pieces"), [(80, 60, 8), (80, 40, 16), (80, 19, 8), (80, 21, 64)])
+def test_a_tile_has_as_many_pieces_as_its_workspace_may_need(scratch: int, budget: int, pieces: int) -> None:
+    """Of 100 bytes, 80 are those of one of four pieces. By hand: 20 and half of 80 are 60, 20 and a quarter are 40; for
+    21 bytes the pieces are the most that are possible. The 20 fit no budget of 19, however many pieces there are."""
+    over = OverBudgetOp(call=4, level=100, live=(), scratch=scratch, in_backward=True, is_tile=True)
+
+    def doubled(tile: Tile) -> Tile | None:
+        return replace(tile, pieces=2 * tile.pieces) if tile.pieces < 64 else None
+
+    segments: Any = SimpleNamespace(tile_in_more_pieces=doubled)
+    finer = tile_search._in_fewest_pieces(segments, Tile(4, 4, Axis(2), 4), over, budget)
+    assert finer == Tile(4, 4, Axis(2), pieces)
+    assert tile_search._in_fewest_pieces(segments, Tile(4, 4, Axis(2), 64), over, budget) is None
+
+
 def in_tiles(captured: Callable[[Sequence[Tile]], Any]) -> Planned:
     """Search tiles of a U-Net for less than half of the floor without. ``captured``: as for `planned_in_tiles`."""
     study = Planner(Levels()).study(call_of((torch.randn(1, 1, 64, 64),), {}), settings := Settings(costs="roofline"))

@@ -87,11 +87,14 @@ class Segment:
     overwritten_bytes: int
     """Bytes of a result's gradient over which the derivative writes the gradient of an operand; 0 if it does not."""
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of its results and operands while its derivative runs."""
+        return self.result_bytes + sum(size for _, size in self.operands) - self.overwritten_bytes
+
     def derivative_bytes(self, pieces: int) -> int:
-        """Return the expected bytes of its derivative in this number of pieces: the gradients of its results and
-        operands, and what a piece allocates."""
-        gradients = self.result_bytes + sum(size for _, size in self.operands) - self.overwritten_bytes
-        return gradients + self.memory.backward(pieces)
+        """Return the expected bytes of its derivative in this number of pieces, without gradients of weights."""
+        return self.gradient_bytes + self.memory.backward(pieces)
 
     def seconds(self, pieces: int) -> float:
         """Return the seconds that running the segment in this number of pieces adds to the step.
@@ -360,6 +363,9 @@ class Segments:
         reaching, others = (0.0, 0, None), (0.0, 0, None)
         seconds_of_tiles = [(tile, self._seconds_of(tile, tiles)) for tile in tiles]
         for segment, axis, max_pieces in self._candidates(op.call, tiles):
+            beside_pieces = self._bytes_beside_pieces(segment, op)
+            if (op.level - beside_pieces) * LEAST_SHARE < excess:
+                continue  # too few, whatever a piece takes
             replaced_seconds = sum(
                 seconds for tile, seconds in seconds_of_tiles
                 if segment.first <= tile.first and tile.last <= segment.last
@@ -367,7 +373,8 @@ class Segments:
             for pieces in PIECES:
                 if pieces > max_pieces:
                     break
-                saved = min(op.level - self._expected_bytes(segment, op, pieces), excess)
+                of_piece = segment.memory.backward if self._differentiates(segment, op) else segment.memory.forward
+                saved = min(op.level - beside_pieces - of_piece(pieces), excess)
                 added_seconds = max(0.0, segment.seconds(pieces) - replaced_seconds)
                 bytes_per_second = saved / (added_seconds + CALL_SECONDS)
                 rated = bytes_per_second, -len(segment.ops), Tile(segment.first, segment.last, axis, pieces)
@@ -553,11 +560,17 @@ class Segments:
         segment = self.segment(tile.first, tile.last, tile.axis, tile.pieces, repeated_ranges(tile, tiles))
         return 0.0 if segment is None else segment.seconds(tile.pieces)
 
-    def _expected_bytes(self, segment: Segment, op: OverBudgetOp, pieces: int) -> int:
-        """Return the bytes expected to be live at an op if a segment around it runs in this number of pieces.
+    def _differentiates(self, segment: Segment, op: OverBudgetOp) -> bool:
+        """Return whether the pieces that run in the place of an op compute gradients, as some do in the forward
+        pass."""
+        return op.in_backward or segment.tiled.yields_gradients
+
+    def _bytes_beside_pieces(self, segment: Segment, op: OverBudgetOp) -> int:
+        """Return the bytes expected to be live at an op if a segment around it runs piece by piece, without those of a
+        piece.
 
         The values of the segment's ops, and in the backward pass the gradients of its results, are subtracted from the
-        present level; the values of a piece are added.
+        present level.
         """
         first, last = segment.first, segment.last
         own = [live for live in op.live if first <= live.call <= last and not live.is_returned_gradient]
@@ -568,12 +581,11 @@ class Segments:
         live_before = Counter(live.bytes for live in op.live if not live.by_derivative and live.call < first)
         missing = Counter(size for _, size in segment.operands) - live_before
         other_bytes += sum(size * count for size, count in missing.items())
-        if not op.in_backward and not segment.tiled.yields_gradients:
-            return other_bytes + segment.result_bytes + segment.memory.forward(pieces)
+        if not self._differentiates(segment, op):
+            return other_bytes + segment.result_bytes
         # gradients of weights are allocated before the first piece; those of later ops of the segment may be there
         returned = sum(live.bytes for live in op.live if first <= live.call <= last and live.is_returned_gradient)
-        other_bytes += max(0, segment.weight_bytes - returned)
-        return other_bytes + segment.derivative_bytes(pieces)
+        return other_bytes + max(0, segment.weight_bytes - returned) + segment.gradient_bytes
 
 
 def repeated_ranges(tile: Tile, tiles: Sequence[Tile]) -> CallRanges:

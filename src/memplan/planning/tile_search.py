@@ -269,7 +269,7 @@ def _more_tiles(
         if index is not None and chosen[index] not in tiles:
             continue  # chosen for an op with a higher level
         if index is not None and op.is_tile:
-            finer = segments.tile_in_more_pieces(chosen[index])
+            finer = _in_fewest_pieces(segments, chosen[index], op, budget)
             if op.level - op.scratch > budget:  # what is live beside a piece is too much already
                 beside_piece = replace(op, level=op.level - op.scratch, scratch=0)
                 wider = segments.tile_around(beside_piece, budget, chosen, premium) if new_count < AT_ONCE else None
@@ -284,6 +284,21 @@ def _more_tiles(
             if around_op is not None:
                 chosen, new_count = _in_place_of_contained(chosen, around_op), new_count + 1
     return tuple(sorted(chosen, key=lambda tile: tile.first))
+
+
+def _in_fewest_pieces(segments: Segments, tile: Tile, op: OverBudgetOp, budget: int) -> Tile | None:
+    """Return the tile in more pieces, as many as its op may need to fit; None if no more are possible.
+
+    The op's workspace falls with the size of a piece at most, so that fewer would only need another capture. Where it
+    is not what exceeds the budget, the pieces are halved.
+    """
+    finer, beside_piece = segments.tile_in_more_pieces(tile), op.level - op.scratch
+    while finer is not None and beside_piece <= budget < beside_piece + op.scratch * tile.pieces // finer.pieces:
+        further = segments.tile_in_more_pieces(finer)
+        if further is None:
+            break
+        finer = further
+    return finer
 
 
 def _in_place_of_contained(tiles: Sequence[Tile], wider: Tile) -> list[Tile]:
