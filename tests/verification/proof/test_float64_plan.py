@@ -130,13 +130,13 @@ def weights_off_by(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_and_images(layers: int, norm: Callable[[int], nn.Module] | None, samples: int) -> tuple[nn.Module, Tensor]:
-    """Return a network and a batch."""
+    """Return a network and a batch. A single image is large: its pieces lose less at their borders."""
     torch.manual_seed(0)
-    return Network(layers, norm), torch.randn(samples, 3, 48, 48)
+    return Network(layers, norm), torch.randn(samples, 3, 96 if samples == 1 else 48, 96 if samples == 1 else 48)
 
 
 CASES = [
-    pytest.param(12, None, 1, id="plain"),
+    pytest.param(16, None, 1, id="plain"),
     pytest.param(4, nn.BatchNorm2d, 4, id="batch norm"),
     pytest.param(20, None, 1, id="plain, 20 layers", marks=pytest.mark.slow),
     pytest.param(4, nn.InstanceNorm2d, 1, id="instance norm", marks=pytest.mark.slow),
@@ -159,6 +159,8 @@ def test_both_differ_by_the_rounding_of_float64(layers: int, norm: Any, samples:
 def test_a_piece_that_is_off_is_refused(
     layers: int, norm: Any, samples: int, fault: Any, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A tenth of a border in the backward pass of a plain network of 16 layers is 2e-4 of a gradient: where rounding in
+    float32 flips decisions near kinks, that is 4e-3."""
     model, images = model_and_images(layers, norm, samples)
     planned = planned_in_pieces(model, images)
     fault(share, monkeypatch)
