@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -215,19 +215,10 @@ class Prover:
         if function is None:
             return None
 
-        @contextmanager
-        def flipping() -> Iterator[None]:
-            with float64_convolutions(), NearKinks():
-                yield
-
-        def flipped() -> Trial:
-            with _torch.without_call(self._step):
-                return self._trial("float64, flipped", call, float64=True, kernels=flipping)
-
         candidate = self._trial(
             "planned, in float64", call, float64=True, function=function, kernels=float64_convolutions
         )
-        return InFloat64(candidate, flipped, self._narrow)
+        return InFloat64(candidate, self._narrow)
 
     def _compare(
         self, baselines: Baselines, call: Call, planned: Planned | None, memory: _Memory, predicted: int | None = None,

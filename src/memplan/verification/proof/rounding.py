@@ -70,7 +70,7 @@ EXACT = Tolerance("exact")
 ROUNDING = Tolerance("reordered")
 NEAR_KINKS = Tolerance("reordered", alike=math.inf)
 """With `near_kinks` as the yardstick, whose error is a thousand times that of a step in which no decision flips."""
-IN_FLOAT64 = Tolerance("reordered", slack=2.0**20, dtype=torch.float64, alike=math.inf)
+IN_FLOAT64 = Tolerance("reordered", slack=2.0**20, dtype=torch.float64)
 """For steps that are both in float64: they differ by 1e-15 to 1e-13, and 2e-10 are allowed."""
 WITH_FLOAT32 = replace(IN_FLOAT64, slack=SLACK, dtype=torch.float32)
 """For such steps where the model's code makes tensors in float32 even in float64, such as a table."""

@@ -129,35 +129,16 @@ class InFloat64:
     """A candidate in float64, and what its comparison with the step in float64 needs."""
 
     candidate: Trial
-    flipped: Callable[[], Trial]
-    """Builds the step in float64 with decisions near kinks flipped: even in float64 rounding takes some, as those of
-    zeros that a batch norm divides by their deviation."""
     narrow: Collection[torch.dtype] = ()
     """Other floating-point dtypes that were seen in the step in float64, once that has run."""
 
-    def errors(self, step: int, truth: Trial, *yardsticks: Trial) -> list[Rounded]:
-        """Return the candidate's errors in a step that has run, from ``truth``, the step in float64. ``yardsticks``:
-        whose errors are allowed."""
-        tolerance = WITH_FLOAT32 if self.narrow else IN_FLOAT64
-        return [
-            error
-            for kind, tensors_of in _COMPARED
-            for error in rounding_errors(
-                kind, step, floating_point(tensors_of(truth)),
-                [floating_point(tensors_of(trial)) for trial in (truth, *yardsticks)],
-                floating_point(tensors_of(self.candidate)), tolerance,
-            )
-        ]  # fmt: skip
-
-    def errors_beside_flipped(self, step: int, truth: Trial) -> list[Rounded]:
-        """Return the errors where flipped decisions are allowed, too. The random streams are where the step begins."""
-        flipped = self.flipped()
-        try:
-            flipped.prepare()
-            flipped.gradients_of_step()
-            return self.errors(step, truth, flipped)
-        finally:
-            flipped.release()
+    def errors(self, step: int, truth: Trial) -> list[Rounded]:
+        """Return the candidate's errors in a step that has run, from ``truth``, the step in float64."""
+        tolerance, errors = WITH_FLOAT32 if self.narrow else IN_FLOAT64, list[Rounded]()
+        for kind, tensors_of in _COMPARED:
+            exact, candidate = floating_point(tensors_of(truth)), floating_point(tensors_of(self.candidate))
+            errors += rounding_errors(kind, step, exact, [exact], candidate, tolerance)
+        return errors
 
 
 def compare(
@@ -173,8 +154,8 @@ def compare(
     which the candidate's error is not allowed without it; for lossy plans it always runs.
 
     With ``in_float64``, the candidate in float64, that is compared with the step in float64 in the first step. Rounding
-    hardly matters there: what differs is an error, however many decisions rounding flips in float32. Where nothing
-    differs, the candidate itself has only to be near, without a yardstick; later steps then run without float64.
+    hardly matters there: what differs is an error, however many decisions rounding flips in float32. The candidate
+    itself then has only to be near, and later steps run without float64.
 
     Trials have not run yet; ``predicted`` and ``budget`` are bytes, for the proof.
     """
@@ -205,7 +186,7 @@ def compare(
             if exact and tolerance.grade == "reordered":
                 proof = None
                 if in_float64 is not None:
-                    proof = attempt(truth, in_float64=in_float64)
+                    proof = attempt(truth, spare=baselines.yardstick, in_float64=in_float64)
                 if proof is None:
                     proof = attempt(truth, spare=baselines.yardstick)
                 if proof is not None and (is_truth(proof.rounded) or not all(e.within for e in proof.in_float64)):
@@ -256,7 +237,6 @@ def _compare_once(
                 comparison.random_states[trial.name] = RandomState.now()
             resident, reference_resident = candidate.resident, reference.resident
             if in_first and in_float64 is not None:
-                before.restore()
                 comparison.compare_in_float64(step, in_float64)
             so_far = comparison.copy()
             comparison.compare_backward(step, reference, candidate)
@@ -420,11 +400,7 @@ class _Comparison:
         truth, after = self.criterion.truth, self.random_states
         if after[truth.name].differences(after[trials.candidate.name]):
             raise _OtherNumbersError
-        errors = trials.errors(step, truth)
-        if not all(error.within for error in errors):
-            beside_flipped = trials.errors_beside_flipped(step, truth)
-            errors = beside_flipped if is_yardstick(beside_flipped, IN_FLOAT64) else errors
-        self.in_float64 = errors
+        self.in_float64 = errors = trials.errors(step, truth)
         for kind, _ in _COMPARED:
             self.differences[kind] += [
                 Difference(error.name, step, f"in float64 {describe(error, 'the step without a plan')}")
