@@ -438,3 +438,30 @@ def test_long_steps_that_were_compared_count_as_timed(
     assert proof.times is not None
     assert proof.times.pairs == 3
     assert counts == {"reference": runs, "candidate": runs}
+
+
+class Products(nn.Module):
+    """Products of all rows, or of some at a time."""
+
+    def __init__(self, rows_at_once: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.product, self.rows_at_once = nn.Linear(64, 1, bias=False), rows_at_once
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.stack([self.product(part).float().sum() for part in rows.split(self.rows_at_once)]).sum()
+
+
+def test_a_sum_in_another_order_is_allowed_under_autocast() -> None:
+    """The gradient is the sum of 1.01 and -1: rounded to bfloat16, the step without a plan is a tenth from float64."""
+    torch.manual_seed(0)
+    one_and_minus_one = (torch.tensor([[1.0], [-1.0], [0.0]]) + 0.01 * torch.randn(3, 64) for _ in range(2))
+    rows = torch.cat(list(one_and_minus_one))
+    model, candidate, work = Products(6), Products(3), Work((rows,), autocast=torch.bfloat16)
+    baselines = Baselines(Trial("reference", model, model, work), Trial("float64", model, model, work, float64=True))
+    proof = compare(baselines, Trial("candidate", candidate, candidate, work), 2, ROUNDING)
+    assert proof.failures == ()
+    assert proof.truth == "float64"
+    (first, _) = [error for error in proof.rounded if error.kind == "gradients"]
+    assert 0.1 * first.norm < first.own < 0.5 * first.norm
+    assert abs(first.error - first.own) > 0  # another order was compared

@@ -26,6 +26,9 @@ SLACK = 64
 SANE = 0.1
 """Relative error of all gradients above which the float64 step is not the same computation as the step without a plan:
 mostly it drew other random numbers. Rounding alone reaches 0.02, in consecutive batch norms of few samples."""
+SANE_WITHOUT_DRAWS = 0.5
+"""The same of a step that draws no random numbers. Rounding to bfloat16 reaches 0.14, in the batch norms of a U-Net
+with attention gates under autocast: measured from the step without a plan, no sum in another order would be allowed."""
 ALIKE = 1000.0
 """Multiple of the error of the step without a plan above which `torch.compile` is not the same computation, and so no
 yardstick: mostly it drew other random numbers. Rounding alone reaches 100, in a sum of a batch norm's outputs, which
@@ -157,10 +160,13 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def is_truth(errors: Sequence[Rounded]) -> bool:
-    """Return whether the float64 step is the same computation as the step without a plan, except for rounding."""
+def is_truth(errors: Sequence[Rounded], *, draws: bool = True) -> bool:
+    """Return whether the float64 step is the same computation as the step without a plan, except for rounding.
+
+    ``draws``: whether the step draws random numbers, which float64 may draw otherwise.
+    """
     without_plan, _, norm = _gradient_norms(errors)
-    return without_plan <= SANE * norm
+    return without_plan <= (SANE if draws else SANE_WITHOUT_DRAWS) * norm
 
 
 def is_yardstick(errors: Sequence[Rounded], tolerance: Tolerance = ROUNDING, *, exact: bool = True) -> bool:
