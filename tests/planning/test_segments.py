@@ -34,7 +34,7 @@ def segments_of(captured: Captured) -> Segments:
 
 def call_named(captured: Captured, target: str) -> int:
     """Return the call of the first op of this name."""
-    call = next(op.call for op in captured.graph.forward_ops if op.target == target)
+    call = next(op.call for op in captured.graph.ops if op.target == target)
     assert call is not None
     return call
 
@@ -188,3 +188,38 @@ def test_more_pieces_are_not_along_an_axis_that_takes_more_memory() -> None:
     assert segment.overwritten_bytes == 4 * 8 * 64 * 64 * 4
     assert segments.tile_in_more_pieces(Tile(first, last, Axis(0, 4), 4)) is None
     assert segments.tile_in_more_pieces(Tile(first, last, Axis(2), 4)) == Tile(first, last, Axis(2), 8)
+
+
+class Gated(nn.Module):
+    """A gate: two views of a convolution's result, multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.conv(x).chunk(2, 1)
+        return self.norm(value * torch.sigmoid(gate))
+
+
+def test_a_group_norm_runs_in_pieces_and_its_derivative_computes_the_statistics() -> None:
+    """Its derivative reads them detached: no op of the forward pass does."""
+    captured = capture(Gated(), call_of((torch.randn(4, 3, 20, 20),), {}))
+    ops = captured.graph.ops
+    detached = [op.call for op in ops if op.target == "aten.detach.default" and op.phase == "forward"]
+    norm = call_named(captured, "aten.native_group_norm.default")
+    assert detached.count(norm) == 2
+    for axis, norms in ((Axis(0, 4), 0), (Axis(2), 1)):  # each sample has statistics of its own
+        segment = segments_of(captured).segment(norm, norm, axis, 2)
+        assert segment is not None
+        assert len(segment.tiled.norms) == norms
+
+
+def test_no_segment_ends_between_the_parts_of_a_tensor_and_what_reads_them() -> None:
+    """The parts share memory, as the results of a segment must not. A longer one has the parts inside."""
+    captured = capture(Gated(), call_of((torch.randn(4, 3, 20, 20),), {}))
+    names = "convolution.default", "split.Tensor", "mul.Tensor"
+    conv, chunk, product = (call_named(captured, f"aten.{name}") for name in names)
+    ranges = {(segment.first, segment.last) for segment, _, _ in segments_of(captured)._candidates(conv, ())}
+    assert (conv, product) in ranges
+    assert all(last != chunk for _, last in ranges)

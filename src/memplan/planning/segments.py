@@ -158,7 +158,7 @@ class Segments:
     def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
         """Note which values depend on data and get gradients, and the seconds of derivatives."""
         self._graph, self._in_place = graph, in_place
-        self._ops = _one_result_each([op for op in graph.ops if op.phase == "forward"])
+        self._ops = _one_result_each(_without_copies_for_backward(graph))
         """Forward ops; in the place of one that returns several views, an op for each."""
         self._view_of = {v: op.call for op in graph.ops if op.target in SEVERAL_VIEWS for v in op.outputs}
         """By result of an op that returns several views: its call."""
@@ -647,6 +647,14 @@ def _live_value(graph: JointGraph, value: int) -> LiveValue:
         readers=frozenset(reader for reader in readers if reader is not None),
         is_returned_gradient=any(graph.base(gradient) == value for _, gradient in graph.gradients),
     )
+
+
+def _without_copies_for_backward(graph: JointGraph) -> list[GraphOp]:
+    """Return the forward ops without the ``detach`` of values that only the derivative reads, such as the statistics of
+    a group norm. The derivative of a segment computes such values itself."""
+    forward = [op for op in graph.ops if op.phase == "forward"]
+    read = {value for op in forward for value in _node(op).reads} | set(graph.outputs)
+    return [op for op in forward if op.target != "aten.detach.default" or not read.isdisjoint(_node(op).outputs)]
 
 
 def _one_result_each(ops: Sequence[GraphOp]) -> list[GraphOp]:

@@ -215,6 +215,33 @@ def test_a_plan_with_tiles_is_saved_and_used_again(tmp_path: Path) -> None:
             memplan.fit(model, images, targets=labels, budget=2 * budget, allow="reordered", plan=loaded, **QUICK)
 
 
+class Gates(nn.Module):
+    """Group norms, and layers with two views of a tensor: its second half is the gate of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+        self.norm, self.head = nn.GroupNorm(4, 16), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.norm(self.first(x)).chunk(2, 1)
+        value, gate = self.second(value * torch.sigmoid(gate)).split(8, 1)
+        return self.head(value * torch.sigmoid(gate)).mean((2, 3))
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_gates_and_group_norms_run_in_pieces(samples: int) -> None:
+    """Along rows and along samples. The peak is measured by torch's profiler."""
+    torch.manual_seed(0)
+    model, images, labels = Gates(), torch.randn(samples, 3, 64, 64), torch.arange(samples)
+    budget = int(0.7 * floor_of(model, images, labels))
+    fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
+    assert fitted.proof.ok
+    assert fitted.proof.peak <= budget
+    layers = [decision.layer for decision in fitted.plan.decisions if decision.lever == "tile"]
+    assert any("norm" in layer for layer in layers)
+
+
 def test_an_exact_plan_that_does_not_fit_says_what_would() -> None:
     """The message of a budget names the option, where segments can run piece by piece, and only there."""
     model, images, labels = step()
