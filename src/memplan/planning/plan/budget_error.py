@@ -80,7 +80,7 @@ def budget_error(
     )
 
 
-def with_smallest_budget(error: BudgetError, found: str, expected: str, smallest_budget: int) -> BudgetError:
+def with_smallest_budget(error: BudgetError, found: str, expected: str | None, smallest_budget: int) -> BudgetError:
     """Return a copy of the error with another smallest budget in bytes. Its other advice stays."""
     other_advice = (error.do or "").removeprefix(_give(error.smallest_budget))
     return error.but(
