@@ -86,7 +86,7 @@ def corrected_mode(
 
     def corrected(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Dispatch an op: by its replacement, as a read of a known scalar, or as torch does with a corrected result."""
-        _refuse_constant_change(func, args)
+        _refuse_constant_change(func, args, kwargs or {})
         name = names.get(func) or names.setdefault(func, str(func))  # str() is slow
         if name in instead:
             with mode:
@@ -113,12 +113,14 @@ class ConstantChanged(Exception):
     """A tensor that is neither a parameter, a buffer nor an input is changed in place."""
 
 
-def _refuse_constant_change(func: Any, args: Any) -> None:
-    """Raise ConstantChanged where an op writes a real tensor: the traced graph would not repeat that."""
-    if not is_op(func) or not func._schema.is_mutable or not args:
+def _refuse_constant_change(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise ConstantChanged where an op writes a real tensor, its first argument or ``out``: the traced graph would not
+    repeat that."""
+    if not is_op(func) or not func._schema.is_mutable:
         return
-    if isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
-        raise ConstantChanged(str(func))
+    for written in (*args[:1], *([kwargs["out"]] if "out" in kwargs else [])):
+        if isinstance(written, torch.Tensor) and not isinstance(written, FakeTensor):
+            raise ConstantChanged(str(func))
 
 
 def has_kept_fake(error: Exception) -> bool:

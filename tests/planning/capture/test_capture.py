@@ -655,9 +655,13 @@ def test_a_constant_that_changes_is_refused() -> None:
         state.add_(1)
         return x + state
 
-    with pytest.raises(RecordingError, match="changes a tensor in place"):
-        capture(Item(adds), call_of((torch.randn(3, 4),), {}))
-    assert not state.any()
+    def normalizes(_: Any, x: Tensor) -> Tensor:
+        return x * F.normalize(state + 1, dim=0, out=state)  # as spectral norm of a module that the loss calls
+
+    for changes in (adds, normalizes):
+        with pytest.raises(RecordingError, match="changes a tensor in place"):
+            capture(Item(changes), call_of((torch.randn(3, 4),), {}))
+        assert not state.any()
 
 
 # -- branches that values of inputs decide

@@ -468,9 +468,10 @@ def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
         )
     if isinstance(error, _torch.ConstantChanged):
         return RecordingError(
-            f"forward() changes a tensor in place ({text}) that is no parameter, buffer or input",
-            expected="tensors that change to be buffers",
-            do="Register it, by register_buffer(), or change a copy",
+            f"forward() or the loss changes a tensor in place ({text}) that is no parameter, buffer or input",
+            expected="tensors that change to be buffers of the model",
+            do="Register it, by register_buffer(), or change a copy; a module that the loss calls has to be a "
+            "submodule of the model",
             layer=layer,
             where=where,
         )
