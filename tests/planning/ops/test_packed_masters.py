@@ -237,6 +237,77 @@ def test_updates_in_the_backward_pass_are_the_same() -> None:
     early.undo()
 
 
+def trained(
+    parameters: list[nn.Parameter], kind: Any, groups: Callable[[list[nn.Parameter]], Any],
+    gradients: Callable[[int, int], torch.Tensor | None], between: Callable[[int], None] = lambda seed: None,
+) -> memplan.PackedMasters:  # fmt: skip
+    """Update 20 times, and compare after each with an optimizer of float32 copies, in the same groups.
+
+    ``gradients``: of a parameter's number and a seed.
+    """
+    masters = [p if p.dtype != BF16 else nn.Parameter(p.detach().float(), p.requires_grad) for p in parameters]
+    masters = [copy.deepcopy(master) if master is p else master for master, p in zip(masters, parameters, strict=True)]
+    reference, optimizer = kind(groups(masters)), memplan.PackedMasters(groups(parameters), kind)
+    for seed in range(20):
+        between(seed)
+        for number, (master, parameter) in enumerate(zip(masters, parameters, strict=True)):
+            gradient = gradients(number, seed)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        reference.step()
+        optimizer.step()
+        for master, parameter in zip(masters, parameters, strict=True):
+            assert torch.equal(parameter, master.to(parameter.dtype))
+            assert torch.equal(optimizer.master(parameter), master)
+            for name, state in reference.state[master].items():
+                assert state is None or torch.equal(state, optimizer.state[parameter][name]), name
+    return optimizer
+
+
+def draws(shape: torch.Size, *seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(100**i * s for i, s in enumerate(seed))))
+
+
+@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD, *slow(OPTIM.RMSprop, OPTIM.RAdam)])
+def test_20_updates_of_groups_with_options_of_their_own(kind: Any) -> None:
+    """Of which one maximizes, one is fused or foreach; gradients are missing now and then, and one is always."""
+    shapes = [(40, 60), (700,), (), (30, 30), (0, 4), (20, 20), (30, 40)]
+    dtypes = [BF16, BF16, BF16, torch.float32, BF16, torch.float64, BF16]
+    parameters = [
+        nn.Parameter(draws(torch.Size(shape), number).to(dtype), requires_grad=number != 6)
+        for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+
+    def groups(of: list[nn.Parameter]) -> list[dict[str, Any]]:
+        first = {"lr": 0.01, "fused": True} if kind in (OPTIM.AdamW, OPTIM.SGD) else {"lr": 0.01, "foreach": True}
+        return [
+            {"params": of[:2], **first}, {"params": of[2:4], "lr": 0.1, "maximize": True, "weight_decay": 0.1},
+            {"params": of[4:], "lr": 0.03, "foreach": False},
+        ]  # fmt: skip
+
+    def gradient(number: int, seed: int) -> torch.Tensor | None:
+        return None if number == 6 or (seed + number) % 4 == 0 else draws(parameters[number].shape, number, seed)
+
+    optimizer = trained(parameters, kind, groups, gradient)
+    assert not optimizer.state.get(parameters[6])
+
+
+@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
+def test_the_memory_format_may_change_between_updates(first: torch.memory_format) -> None:
+    """States keep that of the first update. The weight is of more than a piece."""
+    weight = nn.Parameter(draws(torch.Size((16, 16, 3, 3))).to(BF16).to(memory_format=first))
+
+    def between(seed: int) -> None:
+        if seed == 2:
+            other = torch.channels_last if first == torch.contiguous_format else torch.contiguous_format
+            weight.data = weight.data.to(memory_format=other)
+
+    trained([weight], OPTIM.AdamW, lambda of: of, lambda number, seed: draws(weight.shape, number, seed), between)
+    assert weight.is_contiguous() == (first == torch.channels_last)
+
+
 @pytest.mark.usefixtures("_threads_restored")
 @pytest.mark.parametrize("threads", [3, *slow(1, 2)])
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum"])
@@ -441,6 +512,51 @@ def test_what_was_frozen_is_refused_once_it_is_trained() -> None:
     with pytest.raises(UsageError, match=r"shape \(2,\) and type float16\. Expected a plain tensor in bfloat16"):
         optimizer.step()
     assert trained.tolist() == frozen.tolist() == [1.0, 1.0]
+
+
+def test_parameters_in_the_same_memory_are_refused() -> None:
+    """A head that is tied by a view of the embedding's weight; not parts of a flat buffer, nor those in float32."""
+    weight = torch.randn(20, 20, dtype=BF16)
+    embedding, head = nn.Parameter(weight), nn.Parameter(weight.t())
+    optimizer = memplan.PackedMasters([embedding])
+    with pytest.raises(UsageError, match=r"two parameters in the same memory, of shapes \(20, 20\) and \(20, 20\)"):
+        optimizer.add_param_group({"params": [head]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(weight, requires_grad=False)]})  # never updated
+    buffer = torch.zeros(100, dtype=BF16)
+    memplan.PackedMasters([nn.Parameter(buffer[50:]), nn.Parameter(buffer[:50])])
+    with pytest.raises(UsageError, match=r"of shapes \(51,\) and \(50,\)"):
+        memplan.PackedMasters([nn.Parameter(buffer[50:]), nn.Parameter(buffer[:51])])
+    in_float32 = torch.zeros(4)
+    memplan.PackedMasters([nn.Parameter(in_float32), nn.Parameter(in_float32)])  # as torch.optim updates them
+
+
+def test_models_that_were_converted_are_refused() -> None:
+    """Their weights stay as they are: the low halves would be added to them in place."""
+    layer = nn.Linear(8, 8).bfloat16()
+    optimizer = memplan.PackedMasters(layer.parameters(), lr=0.1)
+    layer(torch.randn(2, 8).bfloat16()).sum().backward()
+    optimizer.step()
+    layer.float()
+    before = copy.deepcopy(layer.weight.detach())
+    with pytest.raises(
+        UsageError, match=r"shape \(8, 8\) that was converted from bfloat16 to float32\. Expected bfloat16"
+    ):
+        optimizer.master(layer.weight)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    with pytest.raises(UsageError, match="converted from bfloat16 to float32"):
+        optimizer.step()
+    assert torch.equal(layer.weight, before)
+
+
+def test_master_of_a_float64_parameter_is_the_parameter() -> None:
+    weight = nn.Parameter(torch.tensor([1 / 3], dtype=torch.float64))
+    assert torch.equal(memplan.PackedMasters([weight]).master(weight), weight)
+
+
+def test_gradients_of_updates_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"PackedMasters with differentiable\. Expected updates without a gradient"):
+        memplan.PackedMasters([nn.Parameter(torch.ones(2, dtype=BF16))], OPTIM.AdamW, differentiable=True)
 
 
 # -- bytes

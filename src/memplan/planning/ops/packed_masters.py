@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from memplan import _torch
 from memplan.errors import UsageError
@@ -64,8 +65,9 @@ class PackedMasters(torch.optim.Optimizer):
         defaults: its options.
 
     Raises:
-        UsageError: another optimizer, options that ``one_pass`` does not take, or parameters in float16, which is no
-            part of float32, or DTensors (of FSDP2). Frozen ones are refused by ``step()``, once they have a gradient.
+        UsageError: another optimizer, ``differentiable``, options that ``one_pass`` does not take, or parameters in
+            float16, which is no part of float32, or DTensors (of FSDP2), or two in the same memory. Frozen ones are
+            refused by ``step()``, once they have a gradient; so are those that were converted from bfloat16 since.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64).bfloat16()
@@ -105,8 +107,8 @@ class PackedMasters(torch.optim.Optimizer):
         """Add a group of parameters, as `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            UsageError: there are parameters in float16, or tensors that wrap others, or options that ``one_pass`` does
-                not take.
+            UsageError: there are parameters in float16, or in the same memory, or tensors that wrap others, or options
+                that ``one_pass`` does not take.
         """
         super().add_param_group(param_group)
         try:
@@ -114,16 +116,24 @@ class PackedMasters(torch.optim.Optimizer):
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.requires_grad:
                     _check(parameter)
+            _check_memory(parameter for group in self.param_groups for parameter in group["params"])
         except UsageError:
             self.param_groups.pop()
             raise
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        """Raise UsageError if a group has options that ``one_pass`` does not take."""
+        """Raise UsageError if a group has options that ``one_pass`` does not take, or asks for a gradient through the
+        update, which rounds."""
         refused = [name for name in _NOT_IN_ONE_PASS if self._one_pass and group.get(name)]
         if refused:
             options = f"PackedMasters in one pass with {' and '.join(refused)}"
             raise UsageError(options, expected="none of these options", do="Leave them out, or one_pass")
+        if group.get("differentiable"):
+            raise UsageError(
+                "PackedMasters with differentiable",
+                expected="updates without a gradient, as they round weights to bfloat16",
+                do="Leave it out, or hold the master weights in float32",
+            )
 
     @property
     def packed_bytes(self) -> int:
@@ -150,7 +160,8 @@ class PackedMasters(torch.optim.Optimizer):
 
         Raises:
             UsageError: a parameter that was frozen at first has a gradient, and cannot be updated (see the class), or
-                an option that ``one_pass`` does not take was set since. Nothing is updated then.
+                the model was converted from bfloat16, or an option that ``one_pass`` does not take was set since.
+                Nothing is updated then.
         """
         loss = None
         if closure is not None:
@@ -166,6 +177,7 @@ class PackedMasters(torch.optim.Optimizer):
             self._check_options(group)
         for parameter, _ in trained:
             _check(parameter)
+            self._check_dtype(parameter)
         try:
             for parameter, group in trained:
                 update = self._update_in_one_pass if self._one_pass else self._update
@@ -176,11 +188,27 @@ class PackedMasters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the float32 master weight of a parameter, as a new tensor of its shape."""
+        """Return the float32 master weight of a parameter, as a new tensor of its shape; a copy of a float64 parameter.
+
+        Raises:
+            UsageError: the parameter was converted from bfloat16 since its last update.
+        """
         state = self.state.get(parameter, {})
         if _LOW_HALVES not in state:
-            return parameter.detach().to(torch.float32, copy=True)
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            return parameter.detach().to(dtype, copy=True)
+        self._check_dtype(parameter)
         return _unpacked(parameter.detach(), state[_LOW_HALVES], state[_TIE_POSITIONS])
+
+    def _check_dtype(self, parameter: torch.Tensor) -> None:
+        """Raise UsageError if the state has low halves of a parameter that is no longer in bfloat16."""
+        if parameter.dtype != torch.bfloat16 and _LOW_HALVES in self.state.get(parameter, {}):
+            raise UsageError(
+                f"PackedMasters of a parameter of shape {tuple(parameter.shape)} that was converted from bfloat16 to "
+                f"{str(parameter.dtype).removeprefix('torch.')}",
+                expected="bfloat16, the high half of master weights whose low half is in the optimizer's state",
+                do="Call master(parameter) before the model is converted, and train on with another optimizer",
+            )
 
     @torch.no_grad()
     def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
@@ -287,7 +315,9 @@ class PackedMasters(torch.optim.Optimizer):
         new_states = dict[str, Any]()
         """States that the first update creates, and states that have no value for each element."""
         elements_at_a_time = _PIECE if weight.device.type == "cpu" else _PIECE_ON_CARD
-        if group.get("fused") or not (_is_flat(weight) and _is_flat(gradient)):
+        # states keep the memory format that the parameter had in the first update
+        split = weight, gradient, *(value for value in state.values() if _is_elementwise(value, weight))
+        if group.get("fused") or not all(map(_is_flat, split)):
             elements_at_a_time = weight.numel()
         for start, piece_of in _pieces(weight.numel(), elements_at_a_time):
             master, ties_elsewhere = piece_of(weight), None
@@ -358,6 +388,30 @@ def _check(parameter: torch.Tensor) -> None:
         "or float64",
         do="Train in bfloat16, or hold the master weights in float32",
     )
+
+
+def _check_memory(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise UsageError if two trained parameters are in the same memory, and one is in bfloat16: the update of one
+    would change the high halves of the other. Parameters with gaps are not looked at."""
+    intervals = defaultdict[Any, list[tuple[int, int, torch.Tensor]]](list)
+    for parameter in parameters:
+        if not parameter.requires_grad or is_lazy(parameter) or not parameter.numel():
+            continue
+        start, elements = int(parameter.storage_offset()), parameter.numel()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        if extent == elements:
+            key, width = _torch.storage_key(parameter.untyped_storage()), parameter.element_size()
+            intervals[key].append((start * width, (start + elements) * width, parameter))
+    for in_storage in intervals.values():
+        in_storage.sort(key=lambda interval: interval[:2])
+        for (_, end, first), (start, _, second) in pairwise(in_storage):
+            if start < end and torch.bfloat16 in (first.dtype, second.dtype):
+                raise UsageError(
+                    f"PackedMasters of two parameters in the same memory, of shapes {tuple(first.shape)} and "
+                    f"{tuple(second.shape)}",
+                    expected="memory of its own for each parameter, whose master weight is its bits and low halves",
+                    do="Tie the modules by one Parameter, transposed where it is used, or copy it",
+                )
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
