@@ -294,9 +294,10 @@ def test_20_updates_of_groups_with_options_of_their_own(kind: Any) -> None:
 
 
 @pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
-def test_the_memory_format_may_change_between_updates(first: torch.memory_format) -> None:
-    """States keep that of the first update. The weight is of more than a piece."""
+def test_the_memory_format_may_change_between_updates(first: torch.memory_format, fused: bool) -> None:
+    """States follow, which fused kernels read as they are in memory. The weight is of more than a piece."""
     weight = nn.Parameter(draws(torch.Size((16, 16, 3, 3))).to(BF16).to(memory_format=first))
 
     def between(seed: int) -> None:
@@ -304,7 +305,10 @@ def test_the_memory_format_may_change_between_updates(first: torch.memory_format
             other = torch.channels_last if first == torch.contiguous_format else torch.contiguous_format
             weight.data = weight.data.to(memory_format=other)
 
-    trained([weight], OPTIM.AdamW, lambda of: of, lambda number, seed: draws(weight.shape, number, seed), between)
+    def gradient(number: int, seed: int) -> torch.Tensor:
+        return draws(weight.shape, number, seed).to(memory_format=first)  # that of the master weights
+
+    trained([weight], OPTIM.AdamW, lambda of: [{"params": of, "fused": fused}], gradient, between)
     assert weight.is_contiguous() == (first == torch.channels_last)
 
 

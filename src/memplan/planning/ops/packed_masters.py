@@ -311,13 +311,16 @@ class PackedMasters(torch.optim.Optimizer):
         assert gradient is not None
         is_packed = weight.dtype == torch.bfloat16
         state = self._packed_state(parameter) if is_packed else self.state[parameter]
+        for name, value in state.items():
+            if _is_elementwise(value, weight):  # the weight may have another memory format than in the first update
+                state[name] = _laid_out_as(weight, value)
+        if group.get("fused"):  # the kernel goes through memory, whatever the strides are
+            gradient = _laid_out_as(weight, gradient)
         old_states = {name: value for name, value in state.items() if name not in (_LOW_HALVES, _TIE_POSITIONS)}
         new_states = dict[str, Any]()
         """States that the first update creates, and states that have no value for each element."""
         elements_at_a_time = _PIECE if weight.device.type == "cpu" else _PIECE_ON_CARD
-        # states keep the memory format that the parameter had in the first update
-        split = weight, gradient, *(value for value in state.values() if _is_elementwise(value, weight))
-        if group.get("fused") or not all(map(_is_flat, split)):
+        if group.get("fused") or not (_is_flat(weight) and _is_flat(gradient)):
             elements_at_a_time = weight.numel()
         for start, piece_of in _pieces(weight.numel(), elements_at_a_time):
             master, ties_elsewhere = piece_of(weight), None
@@ -417,6 +420,13 @@ def _check_memory(parameters: Iterable[torch.Tensor]) -> None:
 def _is_flat(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements can be viewed in one dimension."""
     return tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def _laid_out_as(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of a copy of a weight: itself, if it has them."""
+    if tensor.layout != torch.strided or tensor.stride() == torch.empty_like(weight, device="meta").stride():
+        return tensor
+    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)
 
 
 def _is_elementwise(value: Any, tensor: torch.Tensor) -> bool:
