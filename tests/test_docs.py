@@ -17,7 +17,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def test_the_examples_of_fit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "fit.md").read_text(encoding="utf-8"), re.S)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     names: dict[str, object] = {}
     for block in blocks:
         if 'backend="memplan"' in block and not entry_points(group="torch_dynamo_backends", name="memplan"):
