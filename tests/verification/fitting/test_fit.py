@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from environment import slow
 from models.networks import SmallGPT, token_loss
 from torch import Tensor, nn
@@ -290,6 +291,30 @@ def test_the_predicted_peak_is_that_of_all_micro_batches() -> None:
     assert fitted.proof.predicted == pytest.approx(first, rel=0.001)
     assert fitted.plan.peak == pytest.approx(second, rel=0.001)
     assert any("the first micro-batch" in note for note in fitted.notes)
+
+
+class Checkpointed(nn.Module):
+    """A norm in a checkpoint, which torch calls again in the backward pass."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 8, 3, padding=1), nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), norm)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        hidden = torch.utils.checkpoint.checkpoint(self.body, F.silu(self.stem(x)), use_reentrant=False)
+        return self.head(F.silu(hidden).mean((2, 3)))
+
+
+def test_running_statistics_in_a_checkpoint_are_updated_twice_without_a_plan() -> None:
+    """The message says so; without running statistics, a checkpoint is planned."""
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 3, 16, 16), torch.arange(4)
+    step: dict[str, Any] = {"targets": y, "loss": F.cross_entropy, "pairs": 0, "budget": "90%"}
+    with pytest.raises(VerificationError, match=r"running_mean.*without torch\.utils\.checkpoint"):
+        fit(Checkpointed(nn.BatchNorm2d(8)), x, **step)
+    assert fit(Checkpointed(nn.GroupNorm(2, 8)), x, **step).proof.ok
 
 
 @pytest.mark.slow

@@ -410,8 +410,7 @@ class _Fitting:
                 raise VerificationError(
                     f"The planned step is {str(proof).splitlines()[0]}",
                     expected=f"the step without a plan, {_REQUIRED_AGREEMENT[proof.grade]}",
-                    do="The model is as before. Please report this; a step that differs from run to run cannot be "
-                    "proven",
+                    do=_advice_on_differences(planned, proof),
                     proof=proof,
                 )
             return self._hand_over(planned, self._of_all_micro_batches(planned, proof), undo)
@@ -475,6 +474,18 @@ class _Fitting:
         if self.handed_over:  # earlier calls are those of the proof
             self.notes.append(text)
             warn(text)
+
+
+def _advice_on_differences(planned: Planned, proof: Proof) -> str:
+    """Return what to do about a proof that failed. A checkpoint's recomputation updates running statistics once more in
+    the backward pass; a plan, which calls the function once, does not."""
+    reads = planned.captured.reads
+    if reads is not None and reads.read_in_backward and any("running_" in failure for failure in proof.failures):
+        return (
+            "Call the layers without torch.utils.checkpoint, which updates running statistics of batch norms twice in "
+            "a step: the plan recomputes what the budget needs, and updates them once. The model is as before"
+        )
+    return "The model is as before. Please report this; a step that differs from run to run cannot be proven"
 
 
 def _with_spare(measured: int, predicted: int | None) -> int:
