@@ -79,7 +79,7 @@ def test_what_fits_is_not_changed() -> None:
 
 def test_a_budget_below_all_parts_says_what_would_do() -> None:
     """Input and result are always there; what needs the whole has a reason."""
-    model, x = network(), torch.randn(1, 3, 48, 48)
+    model, x = network(), torch.randn(1, 3, 32, 32)
     with pytest.raises(BudgetError, match="input and result alone") as caught:
         memplan.fit(model, x, budget=x.numel() * 4, train=False)
     assert memplan.fit(model, x, budget=caught.value.smallest_budget, train=False).changed

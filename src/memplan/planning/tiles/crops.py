@@ -72,6 +72,8 @@ class Crops:
         """Total stride of the network along each dimension of space: crops begin at its multiples."""
         self._checked: set[tuple[Any, ...]] = set()
         """Kinds of crops whose windows were compared with those on the whole input."""
+        self._windows = dict[tuple[int, Window], tuple[Window, Window]]()
+        """Results of `windows_along`: all parts in a row or a column of a grid have the same."""
 
     def _tiled(self, shape: tuple[int, ...]) -> list[Tiled]:
         """Return the network's program on an input of this shape, tiled along each dimension of space in turn.
@@ -116,6 +118,8 @@ class Crops:
             spatial_dim: the dimension, from 0.
             result: window of the part.
         """
+        if (spatial_dim, result) in self._windows:
+            return self._windows[spatial_dim, result]
         tiled, stride = self._whole_programs[spatial_dim], self.strides[spatial_dim]
         (input,) = (value for value in tiled.program.inputs if value in tiled.placements)
         (output,) = tiled.program.outputs
@@ -123,7 +127,8 @@ class Crops:
         # a crop begins and ends at multiples of the stride
         low, high = low // stride * stride, min(tiled.size(input), -(-high // stride) * stride)
         offset = int(low / self._downsampling[spatial_dim][output])  # of the crop's result in the whole result
-        return (low, high), (result[0] - offset, result[1] - offset)
+        self._windows[spatial_dim, result] = (low, high), (result[0] - offset, result[1] - offset)
+        return self._windows[spatial_dim, result]
 
     def crop(self, result: tuple[Window, ...]) -> Crop:
         """Return the crop for a part of the result. ``result``: its window along each dimension of space.
