@@ -73,11 +73,12 @@ def test_they_are_taken_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch)
 
 
 class WithIdleBranch(nn.Module):
-    """Most of the optimizer's state is of weights without a gradient in this step."""
+    """Most of the optimizer's state is of weights without a gradient in this step, of the shape compiled anyway."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.idle = make(), nn.Linear(4 * WIDTH, 4 * WIDTH, bias=False)
+        self.used = make()
+        self.idle = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x)
@@ -88,7 +89,8 @@ def test_state_of_idle_weights_counts_in_what_may_be_saved() -> None:
     torch.manual_seed(0)
     model, options = WithIdleBranch(), {"costs": "roofline", **asked()}
     floor = memplan.plan(model, rows, budget="1 GiB", **options).floor
-    saved = 2 * 3 * model.idle.weight.numel()  # of two moments, 3 of 4 bytes an element, without scales
+    idle = sum(weight.numel() for weight in model.idle.parameters())
+    saved = 2 * 3 * idle  # of two moments, 3 of 4 bytes an element, without scales
     plan = memplan.plan(model, rows, budget=floor - saved // 2, allow="lossy", **options)
     assert plan.precision.moments == "int8"
     assert plan.peak <= floor - saved // 2

@@ -243,7 +243,7 @@ def test_errors_of_the_target_are_said_as_its_own(capfd: pytest.CaptureFixture[s
 
 
 def test_the_command_prints_the_fastest_that_fits(tmp_path: Path) -> None:
-    line = ["layouts", "examples/gpt2.py:make", "--arg", "layers=2", "--arg", "width=64", "--world", "2"]
+    line = ["layouts", "examples/gpt2.py:make", "--arg", "layers=1", "--arg", "width=64", "--world", "2"]
     pytest.importorskip("plotly")
     files = ["--json", str(tmp_path / "all.json"), "--html", str(tmp_path / "all.html")]
     done = CliRunner().invoke(

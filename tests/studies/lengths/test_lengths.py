@@ -92,7 +92,7 @@ def test_many_lengths_are_interpolated_and_checked() -> None:
     result = lengths_of(subject(), shares, choose_target("h100"))
     between = [one for one in result.lengths if not one.recorded]
     assert len(between) >= 30
-    for one in between[::10]:
+    for one in between[5::15]:
         assert one.allocated == pytest.approx(alone(one.length, "h100"), rel=0.001)
     assert result.checked is not None
     assert abs(result.off) < 0.001
