@@ -43,9 +43,10 @@ check: $(VENV)/.test $(VENV)/.check
 
 # Debian's Chromium, in which pages are tested; where it cannot be had, these tests are skipped.
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+CHROMIUM = apt-get install -y -qq --no-install-recommends chromium
 browser:
 	@for name in $(BROWSERS); do command -v $$name >/dev/null && exit 0; done; \
-	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 \
+	  { $(CHROMIUM) || { apt-get update -qq && $(CHROMIUM); }; } >/dev/null 2>&1 \
 	  || echo "no Chromium, and apt-get cannot install it: tests of pages in a browser are skipped"
 
 # The site, in build/site; a warning is an error. Nothing is downloaded. The reports of its gallery are made by the
