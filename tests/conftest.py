@@ -21,8 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without slow tests, draw a fifth of the examples of each property: Hypothesis' own number is 100."""
     if config.option.markexpr == "not slow":
         hypothesis.settings.load_profile("push")
-    # pytest rewrites the assertions of plugins, in each worker, and takes all of memplan for one: its bytecode will do.
-    getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", set[str]()).discard("memplan")
 
 
 @pytest.fixture(scope="module")
