@@ -357,7 +357,11 @@ def test_what_fusion_brings_is_told(deep: tuple[str, nn.Module], tmp_path: Path)
 @pytest.mark.parametrize(
     ("budget", "words"),
     [
-        ("8 Gbit", "'8 Gbit' is a number of bits. Expected a number of bytes."),
+        (
+            "8 Gbit",
+            "'8 Gbit' is a number of bits. Expected a number of bytes; or a share of the step without a plan, such as "
+            "'70%'. Divide it by 8 and write it like '1 GB'.",
+        ),
         ("-1", "'-1' is not a number of bytes."),
         ("lots", "'lots' is not a number of bytes."),
     ],
