@@ -30,7 +30,7 @@ def test_no_text_steers_a_terminal() -> None:
     """Of results and parts of them, errors and reports: each class that writes itself."""
     assert str(Mismatch(1, "address", EVIL, "b")) == "event 1, address: recorded a?[2J?31m?, replayed b"
     error = memplan.MemplanError(f"step raised\n{EVIL}", expected=EVIL, do=EVIL)
-    assert str(error) == "step raised a?[2J?31m? Expected a?[2J?31m? a?[2J?31m?"
+    assert str(error) == "step raised a?[2J?31m?. Expected a?[2J?31m?. a?[2J?31m?."
     assert str(error.about(EVIL)).startswith("a?[2J?31m?: step raised")
 
 

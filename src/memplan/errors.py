@@ -52,13 +52,10 @@ class MemplanError(Exception):
 
     def __init__(self, found: str, *, expected: str | None = None, do: str | None = None) -> None:
         # names, paths and texts of other people's errors stand in it: none may steer a terminal or end the line
-        found = one_line(found)
-        expected, do = (text and one_line(text) for text in (expected, do))
         sentences = [found, expected and f"Expected {expected}", do]
         super().__init__(" ".join(_with_stop(sentence) for sentence in sentences if sentence))
-        self.found = found
-        self.expected = expected
-        self.do = do
+        self.found = one_line(found)
+        self.expected, self.do = (text and one_line(text) for text in (expected, do))
 
     def about(self, what: str) -> Self:
         """Return this error with a subject before its text: ``b.json: The file is empty. Expected ...``."""
@@ -72,8 +69,10 @@ class MemplanError(Exception):
 
 
 def _with_stop(sentence: str) -> str:
-    """Return a sentence with its full stop, or the question mark that it has."""
-    return sentence if sentence.endswith("?") else f"{sentence.rstrip('.')}."
+    """Return a sentence on one line with its full stop, or the question mark that it has: others stand for characters
+    that are not shown."""
+    line = one_line(sentence)
+    return line if sentence.endswith("?") else f"{line.rstrip('.')}."
 
 
 def _restore(kind: type[_Error], args: tuple[Any, ...], state: dict[str, Any]) -> _Error:

@@ -125,6 +125,8 @@ def test_when_the_time_is_up_the_rest_is_estimated(monkeypatch: pytest.MonkeyPat
     assert set(unmeasured(graph).values()) == {"the time for measuring was up"}
     assert with_costs(graph, limit=0.05) == priced  # and planning anew measures no more
     assert len(asked) == 2
+    assert with_costs(graph, limit=0.07) == priced  # nor where measuring workspaces left a little more of the limit
+    assert len(asked) == 2
     longer = with_costs(graph, limit=1.0)  # but under a longer limit it does, what was not measured yet
     assert len(asked) == len(set(asked)) > 2
     assert not unmeasured(graph)

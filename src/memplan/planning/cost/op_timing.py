@@ -389,8 +389,8 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], place: str
     with isolated(place):
         for key in keys:
             safe_point()
-            if key in seconds or key in refused or limit <= measurements.postponed.get(key, -1.0):
-                continue
+            if key in seconds or key in refused or limit < 2 * measurements.postponed.get(key, 0.0):
+                continue  # what measuring workspaces left of the usual limit varies
             if clock() >= deadline:
                 measurements.postponed[key] = limit  # planning again must not measure again
                 continue

@@ -30,7 +30,7 @@ from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_restored, random_state_restored
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.float64_convolutions import float64_convolutions
-from memplan.verification.proof.float64_plan import in_float64
+from memplan.verification.proof.float64_plan import has_numbers_of_float32, in_float64
 from memplan.verification.proof.moments import moments_error
 from memplan.verification.proof.near_kinks import NearKinks
 from memplan.verification.proof.proof import Cut, Proof
@@ -211,14 +211,17 @@ class Prover:
         fused kernels, which are others in float64, and in lower precision."""
         if self._home.card is not None or self._settings.engine != "graph":
             return None
-        function = in_float64(self._step, planned)
+        try:
+            function = in_float64(self._step, planned)
+        except Exception:  # an op may not exist in float64
+            _log.info("the planned step cannot be built in float64", exc_info=True)
+            return None
         if function is None:
             return None
-
         candidate = self._trial(
             "planned, in float64", call, float64=True, function=function, kernels=float64_convolutions
         )
-        return InFloat64(candidate, self._narrow)
+        return InFloat64(candidate, self._narrow, has_numbers_of_float32(planned))
 
     def _compare(
         self, baselines: Baselines, call: Call, planned: Planned | None, memory: _Memory, predicted: int | None = None,
@@ -249,7 +252,8 @@ class Prover:
             tolerance, steps = LOSSY, _FEWER_STEPS
         else:
             tolerance, steps = NEAR_KINKS if self._settings.engine == "graph" else ROUNDING, _FEWER_STEPS
-            planned_in_float64 = self._planned_in_float64(call, smaller_plan or planned)
+            if baselines.reference.work.micro_batches == 1:  # else the first one has a plan of its own
+                planned_in_float64 = self._planned_in_float64(call, smaller_plan or planned)
         proof = compare(
             baselines, candidate, steps, tolerance, predicted=predicted, budget=budget, in_float64=planned_in_float64
         )  # fmt: skip

@@ -7,7 +7,7 @@ step as it is differ by 1e-14, so anything else is an error of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,24 @@ def in_float64(module: nn.Module, planned: Runnable) -> Callable[..., Any] | Non
         return engine.run(module, call_of(args, kwargs))
 
     return run
+
+
+def has_numbers_of_float32(planned: Runnable) -> bool:
+    """Return whether a planned step has numbers as constants that `in_float64` takes for those of its dtype. The
+    model's code may have such a number for another reason: then its step in float64 keeps it."""
+    tiled = [tile_of(op.args[-1]) for op in planned.schedule.graph.ops if op.target in (*TILE_OPS, TILE_BACKWARD_INTO)]
+    nodes = (node for segment in tiled for node in segment.program.nodes)
+    calls = [(op.args, op.kwargs) for op in planned.schedule.graph.ops] + [(node.args, node.kwargs) for node in nodes]
+    return any(map(_has_number, calls))
+
+
+def _has_number(part: Any) -> bool:
+    """Return whether arguments of an op, at any depth, have one of `_NUMBERS`."""
+    if isinstance(part, (tuple, list)):
+        return any(map(_has_number, part))
+    if isinstance(part, Mapping):
+        return any(map(_has_number, part.values()))
+    return isinstance(part, float) and part in _NUMBERS
 
 
 def _widened_graph(graph: JointGraph, tiles: list[Tiled]) -> JointGraph:
