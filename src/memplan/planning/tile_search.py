@@ -232,8 +232,9 @@ def _finer(segments: Segments, tiles: tuple[Tile, ...], over: Sequence[OverBudge
 
 
 def _largest_operands(graph: JointGraph, tile: Tile) -> int:
-    """Return the bytes that an op in the range of a tile, or of its derivative, reads at once: what the step without
-    that tile holds at least. Weights and inputs of the step do not count."""
+    """Return the most bytes that an op in the range of a tile, or of its derivative, reads at once: about what the step
+    without that tile holds at least, more than that where an op reads an encoding. Weights and inputs of the step do
+    not count."""
     ops = [op for op in graph.ops if (call := graph.call_of(op)) is not None and tile.first <= call <= tile.last]
     operands = ({graph.base(value) for value in op.reads} for op in ops)
     return max(

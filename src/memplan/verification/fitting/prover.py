@@ -213,7 +213,7 @@ class Prover:
             return None
         try:
             function = in_float64(self._step, planned)
-        except Exception:  # an op may not exist in float64
+        except Exception:  # as in `compare`, whatever it is: then float32 decides
             _log.info("the planned step cannot be built in float64", exc_info=True)
             return None
         if function is None:
